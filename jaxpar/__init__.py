@@ -1,0 +1,1 @@
+"""jaxpar: PyTorch's distributed-training stack, re-made for JAX and Flax."""

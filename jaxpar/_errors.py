@@ -1,0 +1,42 @@
+"""Every error that jaxpar raises for a user's mistake, so that one `except JaxparError` catches them all.
+
+Picture: `JaxparError` is the root; mistakes in arguments are also `ValueError`s, failures of a running job
+are also `RuntimeError`s. A message says what failed, where (parameter path, axis, rank), the numbers, why the
+rule exists, and the line to write instead.
+"""
+
+
+class JaxparError(Exception):
+    """Root of all errors that jaxpar raises on purpose."""
+
+
+class MeshError(JaxparError, ValueError):
+    """A mesh cannot be built or sliced as asked."""
+
+
+class PlacementError(JaxparError, ValueError):
+    """An array cannot be placed as asked: unknown dim, uneven split, placement count that is not the mesh's."""
+
+
+class CollectiveError(JaxparError, ValueError):
+    """A collective was called with an axis, root, op or shape that it cannot serve."""
+
+
+class ParallelizeError(JaxparError, ValueError):
+    """A model cannot be parallelised as asked: nothing to train, unknown path, wrong mesh axis."""
+
+
+class BatchError(JaxparError, ValueError):
+    """A batch does not fit the mesh, the accumulation count or the loss."""
+
+
+class CommunicationCheckError(JaxparError, AssertionError):
+    """The compiled program does not communicate as asserted (`jaxpar.debug.assert_collectives`)."""
+
+
+class ProcessGroupError(JaxparError, RuntimeError):
+    """The processes of a job could not meet, or one of them is missing; the message names the ranks."""
+
+
+class DesyncError(ProcessGroupError):
+    """The processes of a job disagree on mesh, program or configuration; the message names who and what."""

@@ -1,0 +1,1 @@
+"""Distributed data parallel: parameters on every device, gradients averaged in buckets."""

@@ -1,0 +1,1 @@
+"""See what a program communicates and where an array lies."""

@@ -1,0 +1,1 @@
+"""jaxpar-launch: starts, watches and explains a group of worker processes. Standard library only."""
