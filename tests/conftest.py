@@ -1,6 +1,0 @@
-"""Eight CPU devices for every test, set once through `jax.config` before any backend starts."""
-
-import jax
-
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
