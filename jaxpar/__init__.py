@@ -1,1 +1,3 @@
 """jaxpar: PyTorch's distributed-training stack, re-made for JAX and Flax."""
+
+from jaxpar._mean import Mean as Mean

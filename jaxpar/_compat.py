@@ -1,0 +1,31 @@
+"""The one quarantine: what differs between JAX versions, and every semi-public name that jaxpar needs."""
+
+from typing import Any
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+    """Returns the manual axes over which a value of this type varies; JAX renamed the attribute after 0.9."""
+    manual = getattr(aval, "manual_axis_type", None)
+    return frozenset(manual.varying if manual is not None else aval.vma)
+
+
+def backend_is_started() -> bool:
+    """Whether JAX has started a backend in this process; asking does not start one."""
+    from jax._src import xla_bridge  # no public name tells without starting one (jax 0.10 to 0.12)
+
+    return xla_bridge.backends_are_initialized()
+
+
+def detect_cluster(timeout_s: float) -> tuple[str, int, int, tuple[int, ...] | None] | None:
+    """What Slurm, Open MPI, Kubernetes or a TPU pod says of this process, as JAX detects it.
+
+    Returns:
+        Coordinator address, number of processes, rank, local device ids; None outside any cluster JAX knows.
+    """
+    from jax._src.clusters import ClusterEnv  # `jax.distributed.initialize` detects, but does not tell
+
+    found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, int(timeout_s))
+    address, world_size, rank, device_ids = found
+    if address is None or world_size is None or rank is None:
+        return None
+    return address, world_size, rank, None if device_ids is None else tuple(device_ids)

@@ -1,0 +1,202 @@
+"""Sums gradients over mesh axes, bucket by bucket: after the backward pass, or inside it.
+
+    after    grads = backward(...);  bucketed_all_reduce(grads)      all buckets, one after the other
+    inside   params' = reduce_in_backward(params)                    forward: identity, no communication
+                                                                     backward: a bucket is reduced where its
+                                                                     last gradient is ready
+
+Either way the compiled program has exactly one all-reduce per bucket.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar._module import vary, varying_axes
+from jaxpar._pytree import PyTree
+from jaxpar.ddp._buckets import (
+    DEFAULT_BUCKET_BYTES,
+    DEFAULT_FIRST_BUCKET_BYTES,
+    Bucket,
+    Group,
+    assign_buckets,
+)
+from jaxpar.ddp._grad_bucket import GradBucket
+from jaxpar.ddp._hooks import CommHook, StatefulHook, allreduce_hook
+
+Hook = CommHook | StatefulHook
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How gradients are reduced: bucket sizes, hook, and which arrays share a flat buffer.
+
+    Args:
+        bucket_bytes: a bucket is closed once it holds this much, per device.
+        first_bucket_bytes: the same for the first bucket, whose gradients are ready first.
+        comm_hook: what goes over the wire.
+        flatten_below_bytes: arrays smaller than this share one flat buffer.
+    """
+
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    first_bucket_bytes: int = DEFAULT_FIRST_BUCKET_BYTES
+    comm_hook: Hook = allreduce_hook
+    flatten_below_bytes: int = 64 * 1024
+
+    def buckets(
+        self, leaves: Sequence[jax.Array], axes: Sequence[tuple[str, ...]], order: Sequence[int] | None = None
+    ) -> tuple[Bucket, ...]:
+        """Returns the buckets of `leaves` (arrays, per device), each reduced over its axes."""
+        return assign_buckets(
+            [x.size * x.dtype.itemsize for x in leaves],
+            [
+                Group(tuple(a), str(x.dtype), tuple(sorted(varying_axes(x) - set(a))))
+                for a, x in zip(axes, leaves, strict=True)
+            ],
+            order=order,
+            bucket_bytes=self.bucket_bytes,
+            first_bucket_bytes=self.first_bucket_bytes,
+        )
+
+    def init_state(self, leaves: Sequence[Any], buckets: tuple[Bucket, ...]) -> tuple[PyTree, ...]:
+        """Returns the hook's state for each bucket; empty for stateless hooks."""
+        hook = self.comm_hook
+        if not isinstance(hook, StatefulHook):
+            return tuple(() for _ in buckets)
+        return tuple(
+            hook.init(tuple(jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in bucket.leaves))
+            for bucket in buckets
+        )
+
+
+def bucketed_all_reduce(
+    tree: PyTree,
+    axis: str | tuple[str, ...],
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    first_bucket_bytes: int = DEFAULT_FIRST_BUCKET_BYTES,
+    comm_hook: CommHook = allreduce_hook,
+    mean: bool = False,
+) -> PyTree:
+    """Sums a tree of arrays over mesh axes, one all-reduce per bucket; for use inside `jax.shard_map`.
+
+    Before, on each device: `x_r`. After, on each device: `x_0 + x_1 + ...` (or their mean). The dual in the
+    backward pass is the identity (each device's cotangent of the replicated result).
+
+    Args:
+        tree: pytree of arrays, per device.
+        axis: mesh axis to sum over, or several.
+        bucket_bytes: a bucket is closed once it holds this much.
+        first_bucket_bytes: the same for the first bucket.
+        comm_hook: what goes over the wire.
+        mean: divide by the number of devices, before summing.
+
+    Returns:
+        The same tree, replicated over `axis`.
+
+    Raises:
+        ParallelizeError: a bucket size is not positive.
+
+    Source: the reducer of PyTorch's DDP, rows P2, P3.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from jaxpar.ddp import bucketed_all_reduce
+        >>> mesh = jax.make_mesh((8,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> f = jax.shard_map(lambda g: bucketed_all_reduce(g, "dp"), mesh=mesh, in_specs=P("dp"), out_specs=P())
+        >>> jax.jit(f)({"w": jnp.arange(8.0), "b": jnp.ones(8)})
+        {'b': Array([8.], dtype=float32), 'w': Array([28.], dtype=float32)}
+    """
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    leaves, treedef = jax.tree.flatten(tree)
+    if mean:
+        leaves = [x / math.prod(jax.lax.axis_size(a) for a in axes) for x in leaves]
+    reduction = Reduction(bucket_bytes, first_bucket_bytes, comm_hook)
+    buckets = reduction.buckets(leaves, [axes] * len(leaves))
+    reduced, _ = reduce_buckets(leaves, reduction, buckets, tuple(() for _ in buckets))
+    return jax.tree.unflatten(treedef, reduced)
+
+
+# The last output of each kind of bucket: a bucket can wait only for numbers that vary over no more axes than
+# its own leaves do, or its type would change. Keyed by those axes, so that it is a pytree of fixed structure.
+Tokens = dict[tuple[str, ...], jax.Array]
+
+
+def reduce_buckets(
+    leaves: Sequence[jax.Array], reduction: Reduction, buckets: tuple[Bucket, ...], states: tuple[PyTree, ...]
+) -> tuple[list[jax.Array], tuple[PyTree, ...]]:
+    """Reduces each bucket's leaves after the one before; returns all leaves and the hook's next states."""
+    out, next_states, tokens = list(leaves), [], _first_tokens(buckets)
+    for bucket, state in zip(buckets, states, strict=True):
+        reduced, state, tokens = _reduce_one(
+            tuple(leaves[i] for i in bucket.leaves), state, tokens, reduction, bucket
+        )
+        next_states.append(state)
+        for leaf, value in zip(bucket.leaves, reduced, strict=True):
+            out[leaf] = value
+    return out, tuple(next_states)
+
+
+def reduce_in_backward(
+    leaves: Sequence[jax.Array], reduction: Reduction, buckets: tuple[Bucket, ...], states: tuple[PyTree, ...]
+) -> list[jax.Array]:
+    """Identity on `leaves` whose backward reduces their gradients, bucket by bucket, where they are ready.
+
+    Forward, per device: each leaf is marked as varying over its bucket's axes; no communication. Backward: the
+    bucket's cotangents are summed over its axes. The cotangent of `states` is the hook's **next state**.
+    """
+    out, tokens = list(leaves), _first_tokens(buckets)
+    # The backward runs these in reverse: the bucket that is reduced first is applied last.
+    for bucket, state in reversed(tuple(zip(buckets, states, strict=True))):
+        marked, tokens = _identity(reduction, bucket)(tuple(leaves[i] for i in bucket.leaves), state, tokens)
+        for leaf, value in zip(bucket.leaves, marked, strict=True):
+            out[leaf] = value
+    return out
+
+
+def _identity(reduction: Reduction, bucket: Bucket) -> Callable[..., Any]:
+    @jax.custom_vjp
+    def identity(
+        leaves: tuple[jax.Array, ...], state: PyTree, tokens: Tokens
+    ) -> tuple[tuple[jax.Array, ...], Tokens]:
+        return tuple(vary(x, bucket.axes) for x in leaves), tokens
+
+    def forward(leaves: tuple[jax.Array, ...], state: PyTree, tokens: Tokens) -> Any:
+        return identity(leaves, state, tokens), state
+
+    def backward(state: PyTree, cotangents: tuple[tuple[jax.Array, ...], Tokens]) -> Any:
+        return _reduce_one(cotangents[0], state, cotangents[1], reduction, bucket)
+
+    identity.defvjp(forward, backward)
+    return identity
+
+
+def _reduce_one(
+    gradients: tuple[jax.Array, ...], state: PyTree, tokens: Tokens, reduction: Reduction, bucket: Bucket
+) -> tuple[tuple[jax.Array, ...], PyTree, Tokens]:
+    """One bucket: the summed gradients, the hook's next state, and the tokens for the buckets after it."""
+    wire = GradBucket(
+        index=bucket.index,
+        is_last=bucket.is_last,
+        axes=bucket.axes,
+        num_ranks=math.prod(jax.lax.axis_size(axis) for axis in bucket.axes),
+        gradients=gradients,
+        flatten_below_bytes=reduction.flatten_below_bytes,
+        tokens=tuple(token for axes, token in tokens.items() if set(axes) <= set(bucket.varying)),
+    )
+    hook = reduction.comm_hook
+    reduced, state = hook(wire, state) if isinstance(hook, StatefulHook) else (hook(wire), state)
+    return reduced, state, tokens | {bucket.varying: _first_number(reduced[0])}
+
+
+def _first_tokens(buckets: tuple[Bucket, ...]) -> Tokens:
+    return {bucket.varying: vary(jnp.float32(0), bucket.varying) for bucket in buckets}
+
+
+def _first_number(x: jax.Array) -> jax.Array:
+    return jax.lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(()).astype(jnp.float32)
