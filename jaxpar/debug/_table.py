@@ -10,7 +10,7 @@ import rich.table
 
 from jaxpar._errors import CollectiveError, MeshError
 from jaxpar.debug._groups import Groups
-from jaxpar.debug._text import format_bytes, format_table, html_table
+from jaxpar.debug._text import format_bytes, format_table, html_table, rich_table, short_list
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute", "broadcast")
 AxisQuery = str | Sequence[str]
@@ -135,12 +135,7 @@ class CollectiveTable:
         return format_table(_HEADER, rows, right=_RIGHT) if rows else "no collectives"
 
     def __rich__(self) -> rich.table.Table:
-        table = rich.table.Table()
-        for k, name in enumerate(_HEADER):
-            table.add_column(name, justify="right" if k in _RIGHT else "left", no_wrap=k == 0)
-        for row in self._cells():
-            table.add_row(*row)
-        return table
+        return rich_table(_HEADER, self._cells(), right=_RIGHT)
 
     def _repr_html_(self) -> str:
         return html_table(_HEADER, self._cells()) if self.rows else "<p>no collectives</p>"
@@ -180,5 +175,5 @@ def _key(row: Collective) -> tuple[str, ...]:
 
 
 def _short(groups: Groups) -> str:
-    shown = " ".join("(" + " ".join(map(str, group)) + ")" for group in groups[:_SHOWN_GROUPS])
+    shown = " ".join("(" + short_list(group) + ")" for group in groups[:_SHOWN_GROUPS])
     return shown + (f" ... {len(groups)} groups" if len(groups) > _SHOWN_GROUPS else "")

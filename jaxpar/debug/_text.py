@@ -3,6 +3,8 @@
 import html
 from collections.abc import Sequence
 
+import rich.table
+
 
 def format_bytes(num_bytes: int) -> str:
     """Exact below 1 KiB, else three digits and a binary unit.
@@ -15,6 +17,16 @@ def format_bytes(num_bytes: int) -> str:
     while abs(size) >= 1024 and unit < len(units) - 1:
         size, unit = size / 1024, unit + 1
     return f"{num_bytes} B" if unit == 0 else f"{size:.4g} {units[unit]}"
+
+
+def short_list(numbers: Sequence[int], *, most: int = 8) -> str:
+    """Numbers apart by spaces; of many, the first ones and how many there are.
+
+    >>> short_list(range(4)), short_list(range(64), most=3)
+    ('0 1 2 3', '0 1 2 ... of 64')
+    """
+    shown = " ".join(str(number) for number in numbers[:most])
+    return shown if len(numbers) <= most else f"{shown} ... of {len(numbers)}"
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
@@ -37,3 +49,15 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, caption:
     head = f"<caption>{html.escape(caption)}</caption>" if caption else ""
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
     return f"<table>{head}<thead><tr>{cells('th', header)}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def rich_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()
+) -> rich.table.Table:
+    """The same as a table for rich consoles; the first column is never wrapped."""
+    table = rich.table.Table()
+    for k, name in enumerate(header):
+        table.add_column(name, justify="right" if k in right else "left", no_wrap=k == 0)
+    for row in rows:
+        table.add_row(*row)
+    return table
