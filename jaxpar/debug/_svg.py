@@ -110,7 +110,9 @@ def _left(layout: Layout) -> int:
 
 def _cell(x: int, y: int, width: int, height: int, devices: Sequence[int], num_devices: int) -> str:
     box = _box(x, y, width, height, device_colour(devices[0], num_devices), f"devices {short_list(devices)}")
-    label = short_list(devices, most=max(1, width // 24))
+    everyone = short_list(devices, most=len(devices))
+    fits = len(everyone) * _CHAR <= width
+    label = everyone if fits else f"{devices[0]} +{len(devices) - 1}"
     return box + (_text(x + 4, y + 20, label) if width >= _READABLE else "")
 
 
