@@ -1,3 +1,6 @@
 """jaxpar: PyTorch's distributed-training stack, re-made for JAX and Flax."""
 
+from jaxpar._init_sharded import init_sharded as init_sharded
 from jaxpar._mean import Mean as Mean
+from jaxpar.mesh import init_device_mesh as init_device_mesh
+from jaxpar.train import TrainStep as TrainStep

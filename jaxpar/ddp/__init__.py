@@ -9,4 +9,5 @@ from jaxpar.ddp._hooks import StatefulHook as StatefulHook
 from jaxpar.ddp._hooks import allreduce_hook as allreduce_hook
 from jaxpar.ddp._hooks import bf16_compress_hook as bf16_compress_hook
 from jaxpar.ddp._hooks import fp16_compress_hook as fp16_compress_hook
+from jaxpar.ddp._module import DistributedDataParallel as DistributedDataParallel
 from jaxpar.ddp._reduce import bucketed_all_reduce as bucketed_all_reduce

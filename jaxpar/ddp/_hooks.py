@@ -21,18 +21,19 @@ from jaxpar.ddp._grad_bucket import GradBucket
 
 @runtime_checkable
 class StatefulHook(Protocol):
-    """A hook that remembers something from step to step, per rank and per bucket (such as an error to feed back).
+    """A hook that remembers something from step to step, per rank and parameter (such as an error to feed back).
 
-    `init` makes the state of one bucket: a pytree of **floating** arrays (the state leaves the backward pass
-    as a cotangent). `TrainStep` keeps it.
+    `TrainStep` keeps the states. They leave the backward pass as cotangents, so they hold **floating** arrays only.
     """
 
-    def init(self, gradients: tuple[jax.ShapeDtypeStruct, ...]) -> PyTree:
-        """Returns the state of a bucket with such gradients, before the first step."""
+    def init(self, gradient: jax.ShapeDtypeStruct) -> PyTree:
+        """Returns the state for one parameter's gradient, before the first step."""
         ...
 
-    def __call__(self, bucket: GradBucket, state: PyTree) -> tuple[tuple[jax.Array, ...], PyTree]:
-        """Returns the summed gradients and the next state."""
+    def __call__(
+        self, bucket: GradBucket, states: tuple[PyTree, ...]
+    ) -> tuple[tuple[jax.Array, ...], tuple[PyTree, ...]]:
+        """Returns the bucket's summed gradients and their next states, both in the bucket's order."""
         ...
 
 

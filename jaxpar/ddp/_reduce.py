@@ -62,14 +62,12 @@ class Reduction:
             first_bucket_bytes=self.first_bucket_bytes,
         )
 
-    def init_state(self, leaves: Sequence[Any], buckets: tuple[Bucket, ...]) -> tuple[PyTree, ...]:
-        """Returns the hook's state for each bucket; empty for stateless hooks."""
+    def init_states(self, leaves: Sequence[Any]) -> tuple[PyTree, ...]:
+        """Returns the hook's state for each leaf, before the first step; empty for stateless hooks."""
         hook = self.comm_hook
-        if not isinstance(hook, StatefulHook):
-            return tuple(() for _ in buckets)
         return tuple(
-            hook.init(tuple(jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in bucket.leaves))
-            for bucket in buckets
+            hook.init(jax.ShapeDtypeStruct(x.shape, x.dtype)) if isinstance(hook, StatefulHook) else ()
+            for x in leaves
         )
 
 
@@ -118,7 +116,7 @@ def bucketed_all_reduce(
         leaves = [x / math.prod(jax.lax.axis_size(a) for a in axes) for x in leaves]
     reduction = Reduction(bucket_bytes, first_bucket_bytes, comm_hook)
     buckets = reduction.buckets(leaves, [axes] * len(leaves))
-    reduced, _ = reduce_buckets(leaves, reduction, buckets, tuple(() for _ in buckets))
+    reduced, _ = reduce_buckets(leaves, reduction, buckets, [()] * len(leaves))
     return jax.tree.unflatten(treedef, reduced)
 
 
@@ -128,58 +126,79 @@ Tokens = dict[tuple[str, ...], jax.Array]
 
 
 def reduce_buckets(
-    leaves: Sequence[jax.Array], reduction: Reduction, buckets: tuple[Bucket, ...], states: tuple[PyTree, ...]
+    leaves: Sequence[jax.Array],
+    reduction: Reduction,
+    buckets: tuple[Bucket, ...],
+    states: Sequence[PyTree],
+    *,
+    after: jax.Array | None = None,
 ) -> tuple[list[jax.Array], tuple[PyTree, ...]]:
-    """Reduces each bucket's leaves after the one before; returns all leaves and the hook's next states."""
-    out, next_states, tokens = list(leaves), [], _first_tokens(buckets)
-    for bucket, state in zip(buckets, states, strict=True):
-        reduced, state, tokens = _reduce_one(
-            tuple(leaves[i] for i in bucket.leaves), state, tokens, reduction, bucket
-        )
-        next_states.append(state)
-        for leaf, value in zip(bucket.leaves, reduced, strict=True):
-            out[leaf] = value
+    """Reduces each bucket's leaves after the one before, the first after the number `after`.
+
+    Returns all leaves and the hook's next state for each.
+    """
+    out, next_states = list(leaves), list(states)
+    tokens = start_after(jnp.float32(0) if after is None else after, buckets)
+    for bucket in buckets:
+        mine, their_states = _members(bucket, leaves), _members(bucket, states)
+        reduced, new_states, tokens = _reduce_one(mine, their_states, tokens, reduction, bucket)
+        for leaf, value, state in zip(bucket.leaves, reduced, new_states, strict=True):
+            out[leaf], next_states[leaf] = value, state
     return out, tuple(next_states)
 
 
 def reduce_in_backward(
-    leaves: Sequence[jax.Array], reduction: Reduction, buckets: tuple[Bucket, ...], states: tuple[PyTree, ...]
-) -> list[jax.Array]:
+    leaves: Sequence[jax.Array], reduction: Reduction, buckets: tuple[Bucket, ...], states: Sequence[PyTree]
+) -> tuple[list[jax.Array], Tokens]:
     """Identity on `leaves` whose backward reduces their gradients, bucket by bucket, where they are ready.
 
     Forward, per device: each leaf is marked as varying over its bucket's axes; no communication. Backward: the
-    bucket's cotangents are summed over its axes. The cotangent of `states` is the hook's **next state**.
+    bucket's cotangents are summed over its axes. The cotangent of `states` is the hook's **next state**; that of
+    the returned tokens is what the first bucket waits for (`start_after`).
     """
-    out, tokens = list(leaves), _first_tokens(buckets)
+    out, tokens = list(leaves), start_after(jnp.float32(0), buckets)
     # The backward runs these in reverse: the bucket that is reduced first is applied last.
-    for bucket, state in reversed(tuple(zip(buckets, states, strict=True))):
-        marked, tokens = _identity(reduction, bucket)(tuple(leaves[i] for i in bucket.leaves), state, tokens)
+    for bucket in reversed(buckets):
+        marked, tokens = _identity(reduction, bucket)(
+            _members(bucket, leaves), _members(bucket, states), tokens
+        )
         for leaf, value in zip(bucket.leaves, marked, strict=True):
             out[leaf] = value
-    return out
+    return out, tokens
+
+
+def _members(bucket: Bucket, values: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(values[i] for i in bucket.leaves)
+
+
+def start_after(number: jax.Array, buckets: tuple[Bucket, ...]) -> Tokens:
+    """Returns tokens that make the first bucket wait for `number`, which is equal on all devices."""
+    return {bucket.varying: vary(number.astype(jnp.float32), bucket.varying) for bucket in buckets}
 
 
 def _identity(reduction: Reduction, bucket: Bucket) -> Callable[..., Any]:
     @jax.custom_vjp
-    def identity(
-        leaves: tuple[jax.Array, ...], state: PyTree, tokens: Tokens
-    ) -> tuple[tuple[jax.Array, ...], Tokens]:
+    def identity(leaves: tuple[jax.Array, ...], states: tuple[PyTree, ...], tokens: Tokens) -> Any:
         return tuple(vary(x, bucket.axes) for x in leaves), tokens
 
-    def forward(leaves: tuple[jax.Array, ...], state: PyTree, tokens: Tokens) -> Any:
-        return identity(leaves, state, tokens), state
+    def forward(leaves: tuple[jax.Array, ...], states: tuple[PyTree, ...], tokens: Tokens) -> Any:
+        return identity(leaves, states, tokens), states
 
-    def backward(state: PyTree, cotangents: tuple[tuple[jax.Array, ...], Tokens]) -> Any:
-        return _reduce_one(cotangents[0], state, cotangents[1], reduction, bucket)
+    def backward(states: tuple[PyTree, ...], cotangents: tuple[tuple[jax.Array, ...], Tokens]) -> Any:
+        return _reduce_one(cotangents[0], states, cotangents[1], reduction, bucket)
 
     identity.defvjp(forward, backward)
     return identity
 
 
 def _reduce_one(
-    gradients: tuple[jax.Array, ...], state: PyTree, tokens: Tokens, reduction: Reduction, bucket: Bucket
-) -> tuple[tuple[jax.Array, ...], PyTree, Tokens]:
-    """One bucket: the summed gradients, the hook's next state, and the tokens for the buckets after it."""
+    gradients: tuple[jax.Array, ...],
+    states: tuple[PyTree, ...],
+    tokens: Tokens,
+    reduction: Reduction,
+    bucket: Bucket,
+) -> tuple[tuple[jax.Array, ...], tuple[PyTree, ...], Tokens]:
+    """One bucket: the summed gradients, the hook's next states, and the tokens for the buckets after it."""
     wire = GradBucket(
         index=bucket.index,
         is_last=bucket.is_last,
@@ -190,12 +209,10 @@ def _reduce_one(
         tokens=tuple(token for axes, token in tokens.items() if set(axes) <= set(bucket.varying)),
     )
     hook = reduction.comm_hook
-    reduced, state = hook(wire, state) if isinstance(hook, StatefulHook) else (hook(wire), state)
-    return reduced, state, tokens | {bucket.varying: _first_number(reduced[0])}
-
-
-def _first_tokens(buckets: tuple[Bucket, ...]) -> Tokens:
-    return {bucket.varying: vary(jnp.float32(0), bucket.varying) for bucket in buckets}
+    reduced, new_states = hook(wire, states) if isinstance(hook, StatefulHook) else (hook(wire), states)
+    # A state is per rank by type, also where a hook made it equal on all of them.
+    new_states = jax.tree.map(lambda new, old: vary(new, tuple(varying_axes(old))), new_states, states)
+    return reduced, new_states, tokens | {bucket.varying: _first_number(reduced[0])}
 
 
 def _first_number(x: jax.Array) -> jax.Array:

@@ -1,0 +1,58 @@
+"""Puts arrays on a mesh without changing where they already lie on it.
+
+already a NamedSharding of this mesh     kept
+anything else (one device, NumPy)        replicated; over several processes, process 0's values everywhere
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+
+def sharding_on(x: Any, mesh: jax.sharding.Mesh) -> NamedSharding:
+    """Returns the array's own sharding if it lies on `mesh`, else the replicated one."""
+    own = getattr(x, "sharding", None)
+    return (
+        own if isinstance(own, NamedSharding) and own.mesh == mesh else NamedSharding(mesh, PartitionSpec())
+    )
+
+
+def place(values: list[Any], mesh: jax.sharding.Mesh) -> list[Any]:
+    """Returns the arrays on `mesh`; abstract ones (`jax.ShapeDtypeStruct`) get the sharding only.
+
+    Over several processes this is a collective call: what does not lie on the mesh yet is broadcast from process 0.
+    """
+    elsewhere = [i for i, x in enumerate(values) if not _lies_on(x, mesh)]
+    out, replicated = list(values), NamedSharding(mesh, PartitionSpec())
+    concrete = [i for i in elsewhere if not isinstance(values[i], jax.ShapeDtypeStruct)]
+    for i, x in zip(concrete, _replicate([values[i] for i in concrete], replicated), strict=True):
+        out[i] = x
+    for i in set(elsewhere) - set(concrete):
+        out[i] = jax.ShapeDtypeStruct(values[i].shape, values[i].dtype, sharding=replicated)
+    return out
+
+
+def _lies_on(x: Any, mesh: jax.sharding.Mesh) -> bool:
+    own = getattr(x, "sharding", None)
+    return isinstance(own, NamedSharding) and own.mesh == mesh
+
+
+def _replicate(values: list[jax.Array], sharding: NamedSharding) -> list[jax.Array]:
+    if not values:
+        return []
+    if jax.process_count() == 1:
+        # A copy, always: the step donates its buffers, and the caller may still hold the original.
+        return jax.device_put(values, sharding, may_alias=False)
+    is_key = [jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in values]
+    raw = [np.asarray(jax.random.key_data(x) if key else x) for x, key in zip(values, is_key, strict=True)]
+    raw = multihost_utils.broadcast_one_to_all(raw)
+    arrays = [
+        jax.make_array_from_callback(np.shape(x), sharding, lambda i, x=x: np.asarray(x)[i]) for x in raw
+    ]
+    return [
+        jax.random.wrap_key_data(x, impl=jax.random.key_impl(old)) if key else x
+        for x, old, key in zip(arrays, values, is_key, strict=True)
+    ]

@@ -1,0 +1,170 @@
+"""What one device does in a step: forward, backward, and the sums over the batch axes.
+
+    one microbatch    forward -> [losses: 1 all-reduce] -> backward, a bucket reduced where it is ready
+    n microbatches    n x (forward -> backward), gradients added up locally -> [losses] -> all buckets
+
+Gradients are taken of the **sum** over devices of `total / (count of the whole batch)`, so every reduction is a
+plain sum, and a parameter that is used outside the wrapped call is right too.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpar import _compat
+from jaxpar._errors import BatchError
+from jaxpar._mean import Mean, divide
+from jaxpar._module import varying_axes, vary
+from jaxpar._pytree import PyTree
+from jaxpar.ddp._order import ready_order
+from jaxpar.ddp._reduce import Reduction, reduce_buckets, reduce_in_backward, start_after
+from jaxpar.train._dropout import use_global_positions
+from jaxpar.train._metrics import split_output, sum_over_ranks, values
+
+Leaves = list[jax.Array]
+
+
+@dataclass(frozen=True)
+class LocalStep:
+    """The body of the step's `shard_map`: everything in it is per device.
+
+    Args:
+        loss_fn: `loss_fn(model, batch)`.
+        merge: builds the model from parameter leaves and other leaves.
+        split: takes the other leaves out of a model.
+        param_axes: for each parameter, the batch axes over which it is replicated: its gradient is summed there.
+        rest_axes: the same for the other leaves: what differs there after the forward becomes rank 0's.
+        axes: batch axes of size above 1.
+        num_ranks: product of their sizes.
+        accumulate: number of microbatches.
+        reduction: bucket sizes and hook.
+    """
+
+    loss_fn: Callable[[Any, Any], Any]
+    merge: Callable[[Sequence[jax.Array], Sequence[jax.Array]], nnx.Module]
+    split: Callable[[nnx.Module], Leaves]
+    param_axes: tuple[tuple[str, ...], ...]
+    rest_axes: tuple[tuple[str, ...], ...]
+    axes: tuple[str, ...]
+    num_ranks: int
+    accumulate: int
+    reduction: Reduction
+
+    def __call__(
+        self, params: Leaves, rest: Leaves, states: tuple[PyTree, ...], batch: PyTree
+    ) -> tuple[Leaves, Leaves, tuple[PyTree, ...], dict[str, PyTree]]:
+        """Returns gradients, the model's other state, the hook's states, and the metrics, reduced."""
+        run = self._accumulated if self.accumulate > 1 else self._at_once
+        mine = jax.tree.map(lambda x: x[0], states)  # f32[1, ...]: this rank's row of f32[ranks, ...]
+        grads, rest, mine, metrics = run(params, rest, mine, batch)
+        return grads, rest, jax.tree.map(lambda x: x[None], mine), metrics
+
+    def buckets(self, params: Leaves, rest: Leaves, batch: PyTree) -> tuple[Any, ...]:
+        """Returns the buckets, filled in the order in which this model's gradients become ready."""
+        by_default = self.reduction.buckets(params, self.param_axes)
+        if self.accumulate > 1 or len(by_default) < 2:
+            return by_default
+        order = ready_order(lambda p: self._forward(p, rest, batch)[0].total, params)
+        return self.reduction.buckets(params, self.param_axes, order)
+
+    def _forward(
+        self, params: Sequence[jax.Array], rest: Sequence[jax.Array], batch: PyTree
+    ) -> tuple[Mean, dict[str, PyTree], Leaves]:
+        model = self.merge(params, rest)
+        use_global_positions(model, self.axes)
+        loss, metrics = split_output(self.loss_fn(model, batch))
+        return Mean(vary(loss.total, self.axes), loss.count), metrics, self.split(model)
+
+    def _at_once(self, params: Leaves, rest: Leaves, states: Any, batch: PyTree) -> Any:
+        buckets = self.buckets(params, rest, batch)
+
+        def objective(params: Leaves, states: Any) -> Any:
+            marked, tokens = reduce_in_backward(params, self.reduction, buckets, states)
+            loss, metrics, rest_out = self._forward(marked, rest, batch)
+            return (loss.total, tokens), ({"loss": loss, **metrics}, rest_out)
+
+        (total, _), pullback, (means, rest) = jax.vjp(objective, params, states, has_aux=True)
+        means, rest = self._reduce_results(means, rest)
+        seed = vary(self._one_over_count(means["loss"], total.dtype), tuple(varying_axes(total)))
+        grads, states = pullback((seed, start_after(_number_of(means), buckets)))
+        return grads, rest, states, values(means, self.num_ranks)
+
+    def _accumulated(self, params: Leaves, rest: Leaves, states: Any, batch: PyTree) -> Any:
+        marked = [vary(p, axes) for p, axes in zip(params, self.param_axes, strict=True)]
+        microbatches = jax.tree.map(self._split_rows, batch)
+
+        def microbatch(rest: Leaves, part: PyTree) -> tuple[Leaves, PyTree, Leaves]:
+            def objective(params: Leaves) -> Any:
+                loss, metrics, rest_out = self._forward(params, rest, part)
+                return loss.total, ({"loss": loss, **metrics}, rest_out)
+
+            total, pullback, (means, rest_out) = jax.vjp(objective, marked, has_aux=True)
+            (grads,) = pullback(vary(jnp.ones_like(total), tuple(varying_axes(total))))
+            return [_widen(g) for g in grads], means, rest_out
+
+        grads, means, rest = _scan_sum(microbatch, rest, microbatches)
+        means, rest = self._reduce_results(means, rest)
+        scale = self._one_over_count(means["loss"], jnp.float32)
+        grads = [(g * scale).astype(p.dtype) for g, p in zip(grads, params, strict=True)]
+        buckets = self.reduction.buckets(grads, self.param_axes)
+        grads, states = reduce_buckets(grads, self.reduction, buckets, states, after=_number_of(means))
+        return grads, rest, states, values(means, self.num_ranks * self.accumulate)
+
+    def _split_rows(self, x: jax.Array) -> jax.Array:
+        return x.reshape(self.accumulate, x.shape[0] // self.accumulate, *x.shape[1:])
+
+    def _one_over_count(self, loss: Mean, dtype: Any) -> jax.Array:
+        count = self.num_ranks * self.accumulate if loss.count is None else loss.count
+        return divide(jnp.ones((), dtype), jnp.asarray(count, dtype))
+
+    def _reduce_results(self, means: PyTree, rest: Leaves) -> tuple[PyTree, Leaves]:
+        """Losses, metrics and the buffers that differ between ranks: one all-reduce in all."""
+        differing = [i for i, x in enumerate(rest) if varying_axes(x) & set(self.rest_axes[i])]
+        for i in differing:
+            if not jnp.issubdtype(rest[i].dtype, jnp.floating):
+                raise BatchError(
+                    f"loss_fn made a non-floating model variable ({rest[i].dtype}{list(rest[i].shape)}) differ between "
+                    f"the ranks of {self.axes}. A replicated variable must be equal on all of them: reduce it with "
+                    f"jaxpar.mesh.all_reduce, or make it floating to take rank 0's."
+                )
+        means, synced = sum_over_ranks(means, [rest[i] for i in differing], self.axes)
+        rest = list(rest)
+        for i, x in zip(differing, synced, strict=True):
+            rest[i] = x
+        return means, rest
+
+
+def _number_of(means: PyTree) -> jax.Array:
+    return means["loss"].total
+
+
+def _widen(x: jax.Array) -> jax.Array:
+    """Sums of many small gradients are kept in fp32 at least (row X21)."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _scan_sum(
+    fn: Callable[[Leaves, PyTree], tuple[PyTree, PyTree, Leaves]], rest: Leaves, parts: PyTree
+) -> tuple[PyTree, PyTree, Leaves]:
+    """Runs `fn` over the parts, threading `rest` through and summing the other results. One trace."""
+    first = jax.tree.map(lambda x: x[0], parts)
+    for _ in range(
+        2
+    ):  # the state may begin to vary only through the update: then its type settles in one round
+        shapes = jax.eval_shape(fn, rest, first)
+        rest = [vary(x, tuple(_compat.varying_axes(s))) for x, s in zip(rest, shapes[2], strict=True)]
+    zeros = jax.tree.map(
+        lambda s: vary(jnp.zeros(s.shape, s.dtype), tuple(_compat.varying_axes(s))), shapes[:2]
+    )
+
+    def body(carry: Any, part: PyTree) -> tuple[Any, None]:
+        sums, rest = carry
+        grads, means, rest = fn(rest, part)
+        return (jax.tree.map(jnp.add, sums, (grads, means)), rest), None
+
+    ((grads, means), rest), _ = jax.lax.scan(body, (zeros, rest), parts)
+    return grads, means, rest

@@ -1,0 +1,104 @@
+"""Losses and metrics of one device become those of the whole batch, in one all-reduce.
+
+each device   loss (total, count), metrics {name: (total, count)}, buffers to be made equal
+one vector    [total, count, total, count, ..., buffers of rank 0]  --all-reduce-->  the same, summed
+everywhere    value = total / count
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar._errors import BatchError
+from jaxpar._mean import Mean, divide
+from jaxpar._module import varying_axes, vary
+from jaxpar._pytree import PyTree, leaf_names
+
+
+def split_output(output: Any) -> tuple[Mean, dict[str, PyTree]]:
+    """Returns the loss and the metrics of what a loss function returned, everything as `Mean`.
+
+    A plain number is one part of a mean of equal parts: its count is None, and is known without communication.
+
+    Raises:
+        BatchError: the loss is no floating scalar, or the metrics are no dict.
+    """
+    loss, metrics = output if isinstance(output, tuple) else (output, {})
+    loss = loss if isinstance(loss, Mean) else Mean(loss, None)  # type: ignore[arg-type]
+    total = jnp.asarray(loss.total)
+    if total.shape or not jnp.issubdtype(total.dtype, jnp.floating):
+        raise BatchError(
+            f"loss_fn returned a loss of type {total.dtype}{list(total.shape)}, but a loss is one floating number per "
+            f"device. Return losses.mean(), or jaxpar.Mean(total=losses.sum(), count=losses.size)."
+        )
+    if not isinstance(metrics, dict) or {"loss", "grad_norm"} & set(metrics):
+        raise BatchError(
+            f"loss_fn's second result must be a dict of metrics without the names 'loss' and 'grad_norm', which "
+            f"TrainStep fills in; got {sorted(metrics) if isinstance(metrics, dict) else type(metrics).__name__}. "
+            f"Write: return loss, {{'accuracy': jaxpar.Mean(hits.sum(), hits.size)}}"
+        )
+    as_means = jax.tree.map(
+        lambda x: x if isinstance(x, Mean) else Mean(jnp.asarray(x), None),  # type: ignore[arg-type]
+        metrics,
+        is_leaf=lambda x: isinstance(x, Mean),
+    )
+    return Mean(total, loss.count), as_means
+
+
+def sum_over_ranks(
+    means: PyTree, buffers: Sequence[jax.Array], axes: tuple[str, ...]
+) -> tuple[PyTree, list[jax.Array]]:
+    """Sums all totals and counts over `axes`, and gives every rank the buffers of rank 0: one all-reduce in all.
+
+    Args:
+        means: pytree of `Mean`, per device.
+        buffers: floating arrays that may differ between the ranks of `axes`.
+        axes: mesh axes; none means that nothing is done.
+
+    Raises:
+        BatchError: a loss or metric differs along another axis of the mesh.
+    """
+    _check_types(means, axes)
+    if not axes:
+        return means, list(buffers)
+    leaves, treedef = jax.tree.flatten(means)
+    leaves = [jnp.asarray(x) for x in leaves]
+    first = jax.lax.axis_index(axes) == 0
+    kept = [jnp.where(first, x, jnp.zeros_like(x)) for x in buffers]
+    dtype = jnp.result_type(
+        jnp.float32, *(x.dtype for x in leaves + kept if jnp.issubdtype(x.dtype, jnp.floating))
+    )
+    vector = jnp.concatenate([vary(x, axes).astype(dtype).ravel() for x in leaves + kept])
+    summed = _split(jax.lax.psum(vector, axes), leaves + kept)
+    out = [s if jnp.issubdtype(x.dtype, jnp.integer) else s.astype(x.dtype) for s, x in zip(summed, leaves)]
+    return jax.tree.unflatten(treedef, out), [s.astype(x.dtype) for s, x in zip(summed[len(leaves) :], kept)]
+
+
+def _split(vector: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+    out, offset = [], 0
+    for x in like:
+        out.append(vector[offset : offset + x.size].reshape(x.shape))
+        offset += x.size
+    return out
+
+
+def values(means: PyTree, num_parts: int) -> PyTree:
+    """total / count of each `Mean`; a mean of equal parts has `num_parts` of them."""
+    return jax.tree.map(
+        lambda m: divide(m.total, float(num_parts) if m.count is None else m.count),
+        means,
+        is_leaf=lambda x: isinstance(x, Mean),
+    )
+
+
+def _check_types(means: PyTree, axes: tuple[str, ...]) -> None:
+    for name, x in zip(leaf_names(means), jax.tree.leaves(means), strict=True):
+        other = sorted(varying_axes(x) - set(axes))
+        if other:
+            raise BatchError(
+                f"loss_fn's result {name!r} differs from device to device along mesh axis {other}, which is not among "
+                f"batch_axes={axes}. A loss is summed over batch_axes only. Reduce it over {other[0]!r} in the model, "
+                f"or write TrainStep(..., batch_axes={(*axes, *other)}) if that axis splits the batch."
+            )

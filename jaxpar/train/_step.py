@@ -1,0 +1,272 @@
+"""`TrainStep`: one jitted program per step: explicit communication inside, the optimizer in global view around it.
+
+jit ------------------------------------------------------------------------------------------
+|  shard_map over the mesh (check_vma)                          global view                   |
+|  forward -> losses (1 all-reduce) -> backward, buckets  --->  clip -> optax -> new params   |
+----------------------------------------------------------------------------------------------
+"""
+
+import collections
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxpar._errors import BatchError, ParallelizeError
+from jaxpar._pytree import PyTree
+from jaxpar.ddp._module import CONFIG, DDPConfig, default_flatten_below_bytes, put_on_mesh
+from jaxpar.ddp._reduce import Reduction
+from jaxpar.mesh import MeshLike, as_jax_mesh, axes_of
+from jaxpar.train._clip import clip_grad_norm
+from jaxpar.train._local import LocalStep
+from jaxpar.train._variables import Variables
+
+# On CPU, programs queue on a small thread pool; more than this many steps in flight only cost memory (and,
+# on jax 0.10.2 with two cores, more than 33 undrained collective programs deadlock).
+MAX_STEPS_IN_FLIGHT_ON_CPU = 2
+
+
+class TrainStep:
+    """One training step over a mesh: equal to the step on one device with the whole batch.
+
+    `step(batch)` runs forward, backward, reduction, clipping and the optimizer in one compiled program, updates
+    `model` and `optimizer` in place, and returns the metrics. One compilation per batch shape.
+
+    What moves over `batch_axes`: one all-reduce for losses, metrics and buffers; for a model in
+    `DistributedDataParallel` (or in nothing) one all-reduce per bucket of gradients.
+
+    The model trains in the mode (`model.train()`) that it has when the `TrainStep` is built. Build a new one after
+    changing the model's structure. Random keys: `nnx.Dropout` draws by position in the global batch; a key that the
+    model uses in another way is the same on every rank.
+
+    Args:
+        loss_fn: `loss_fn(model, batch)` with this device's part of the batch returns a scalar (the mean over its
+            examples), or `jaxpar.Mean(total, count)`, or `(that, metrics)` where metrics is a dict of arrays and
+            `Mean`s. Parts are averaged (`Mean`: total over count) over ranks and microbatches.
+        model: a Flax NNX module; what does not lie on the mesh yet is replicated.
+        optimizer: `nnx.Optimizer(model, tx, wrt=nnx.Param)`; what its `wrt` selects is trained.
+        mesh: the mesh of the whole job, `DeviceMesh` or `jax.sharding.Mesh`.
+        batch_axes: mesh axes over which dim 0 of every array of the batch is split. Default: the mesh's only axis.
+        accumulate: number of microbatches per step: gradients are summed locally and reduced once.
+        clip_norm: largest global gradient norm to let through; the norm is then in the metrics as `grad_norm`.
+        clip_norm_type: 1, 2 or `math.inf`.
+        donate: reuse the buffers of parameters and optimizer state; arrays taken from the model before become
+            invalid.
+
+    Raises:
+        ParallelizeError: unknown axes, nothing to train, or options that contradict the model's wrapping.
+        BatchError: (on a step) the batch does not divide, or the loss is no scalar.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxpar, optax
+        >>> from flax import nnx
+        >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        >>> mesh = jaxpar.init_device_mesh((8,), ("dp",))
+        >>> step = jaxpar.TrainStep(lambda m, b: ((m(b["x"]) - b["y"]) ** 2).mean(), model, optimizer, mesh=mesh)
+        >>> losses = [float(step({"x": jnp.ones((16, 2)), "y": jnp.ones((16, 1))})["loss"]) for _ in range(20)]
+        >>> losses[-1] < 0.01 * losses[0]
+        True
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[[Any, Any], Any],
+        model: nnx.Module,
+        optimizer: nnx.Optimizer,
+        *,
+        mesh: MeshLike,
+        batch_axes: str | Sequence[str] | None = None,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        clip_norm_type: float = 2.0,
+        donate: bool = True,
+    ) -> None:
+        self._mesh = as_jax_mesh(mesh)
+        self._batch_axes = _batch_axes(mesh, batch_axes)
+        if accumulate < 1:
+            raise ParallelizeError(f"accumulate must be at least 1 microbatch per step, got {accumulate}.")
+        config = _ddp_config(model, mesh, self._batch_axes)
+        put_on_mesh(model, self._mesh)
+        put_on_mesh(optimizer, self._mesh)
+        self._model = Variables.of(model, optimizer.wrt)
+        self._optimizer = Variables.of(optimizer, nnx.OptState)
+        if not self._model.chosen:
+            raise ParallelizeError(
+                f"{type(model).__name__} has no variable that optimizer.wrt={optimizer.wrt} selects: nothing would be "
+                f"trained. Build the optimizer with nnx.Optimizer(model, tx, wrt=nnx.Param)."
+            )
+        self._accumulate = accumulate
+        self._clip = (
+            None
+            if clip_norm is None
+            else functools.partial(clip_grad_norm, max_norm=clip_norm, norm_type=clip_norm_type)
+        )
+        live = tuple(axis for axis in self._batch_axes if self._mesh.shape[axis] > 1)
+        self._local = LocalStep(
+            loss_fn=loss_fn,
+            merge=self._model.merge,
+            split=self._model.rest_of,
+            param_axes=tuple(_missing(live, x) for x in self._model.values()[0]),
+            rest_axes=tuple(_missing(live, x) for x in self._model.values()[1]),
+            axes=live,
+            num_ranks=math.prod(self._mesh.shape[axis] for axis in live),
+            accumulate=accumulate,
+            reduction=config.reduction,
+        )
+        self._states = self._init_hook_states()
+        self._jitted = self._build(donate)
+        self._in_flight: collections.deque[jax.Array] = collections.deque()
+
+    def __call__(self, batch: PyTree) -> dict[str, PyTree]:
+        """Runs one step.
+
+        Args:
+            batch: pytree of arrays with the batch in dim 0: with one process the whole batch, with several this
+                process's part; or global `jax.Array`s that are sharded already.
+
+        Returns:
+            `loss`, `grad_norm` if clipping, and the loss function's metrics: of the whole batch, equal on every
+            process, computed asynchronously (`float(metrics["loss"])` waits).
+
+        Raises:
+            BatchError: dim 0 does not divide into the ranks and microbatches, or the loss is no scalar.
+        """
+        params, rest = self._model.values()
+        chosen, other = self._optimizer.values()
+        out = self._jitted(params, rest, chosen, other, self._states, self._global_batch(batch))
+        params, rest, chosen, other, self._states, metrics = out
+        self._model.assign(params, rest)
+        self._optimizer.assign(chosen, other)
+        self._wait_for_old_steps(metrics["loss"])
+        return metrics
+
+    def lower(self, batch: PyTree) -> jax.stages.Lowered:
+        """Lowers the step for a batch without running it: `step.lower(batch).compile()` to inspect the program.
+
+        `batch` may hold `jax.ShapeDtypeStruct`s of global shape.
+        """
+        return self._jitted.lower(*self._arguments(batch))
+
+    def _arguments(self, batch: PyTree) -> tuple[Any, ...]:
+        return (*self._model.values(), *self._optimizer.values(), self._states, self._global_batch(batch))
+
+    def _global_batch(self, batch: PyTree) -> PyTree:
+        from jaxpar.data import global_batch
+
+        return global_batch(batch, self._mesh, self._batch_axes)
+
+    def _wait_for_old_steps(self, loss: jax.Array) -> None:
+        if self._mesh.devices.flat[0].platform == "cpu":
+            self._in_flight.append(loss)
+            if len(self._in_flight) > MAX_STEPS_IN_FLIGHT_ON_CPU:
+                jax.block_until_ready(self._in_flight.popleft())
+
+    def _init_hook_states(self) -> tuple[PyTree, ...]:
+        """The hook's state for each parameter and rank: f32[ranks@batch_axes, ...]; nothing for a stateless hook."""
+        local = [
+            jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype) for x in self._model.values()[0]
+        ]
+        states = self._local.reduction.init_states(local)
+        by_rank = NamedSharding(self._mesh, PartitionSpec(self._local.axes or None))
+
+        def stack(x: jax.Array) -> jax.Array:
+            return jnp.broadcast_to(x, (self._local.num_ranks, *x.shape))
+
+        return jax.jit(lambda: jax.tree.map(stack, states), out_shardings=by_rank)()
+
+    def _build(self, donate: bool) -> Callable[..., Any]:
+        specs = [_live_spec(x, self._mesh) for x in self._model.values()[0]]
+        rest_specs = [_live_spec(x, self._mesh) for x in self._model.values()[1]]
+        by_rank = PartitionSpec(self._local.axes or None)
+        local = jax.shard_map(
+            self._local,
+            mesh=self._mesh,
+            in_specs=(specs, rest_specs, by_rank, by_rank),
+            out_specs=(specs, rest_specs, by_rank, PartitionSpec()),
+        )
+
+        def train_step(params: Any, rest: Any, chosen: Any, other: Any, states: Any, batch: PyTree) -> Any:
+            _check_rows(batch, self._local.num_ranks, self._accumulate, self._batch_axes)
+            grads, rest, states, metrics = local(params, rest, states, batch)
+            if self._clip is not None:
+                grads, metrics["grad_norm"] = self._clip(grads)
+            model, optimizer = self._model.merge(params, rest), self._optimizer.merge(chosen, other)
+            optimizer.update(model, jax.tree.unflatten(self._model.treedefs[0], grads))
+            return (*self._model.split(model), *self._optimizer.split(optimizer), states, metrics)
+
+        arguments = (*self._model.values(), *self._optimizer.values(), self._states)
+        kept = jax.tree.map(lambda x: x.sharding, arguments)
+        replicated = NamedSharding(self._mesh, PartitionSpec())
+        return jax.jit(
+            train_step, out_shardings=(*kept, replicated), donate_argnums=(0, 1, 2, 3, 4) if donate else ()
+        )
+
+
+def _batch_axes(mesh: MeshLike, batch_axes: str | Sequence[str] | None) -> tuple[str, ...]:
+    names = axes_of(mesh)
+    if batch_axes is None:
+        if len(names) != 1:
+            raise ParallelizeError(
+                f"the mesh has the axes {names}: say which of them split the batch, as in "
+                f"TrainStep(..., mesh=mesh, batch_axes=({names[0]!r},))."
+            )
+        return names
+    axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
+    unknown = [axis for axis in axes if axis not in as_jax_mesh(mesh).axis_names]
+    if unknown or len(set(axes)) != len(axes):
+        raise ParallelizeError(
+            f"batch_axes={axes}: {unknown[0]!r} is no axis of the mesh; it has {names}."
+            if unknown
+            else f"batch_axes={axes} names an axis twice."
+        )
+    return axes
+
+
+def _ddp_config(model: nnx.Module, mesh: MeshLike, batch_axes: tuple[str, ...]) -> DDPConfig:
+    config = getattr(type(model), CONFIG, None)
+    if config is None:
+        reduction = Reduction(flatten_below_bytes=default_flatten_below_bytes(mesh))
+        return DDPConfig(axes=batch_axes, reduction=reduction)
+    if set(config.axes) != set(batch_axes):
+        raise ParallelizeError(
+            f"the model was wrapped by DistributedDataParallel over the axes {config.axes}, but batch_axes={batch_axes}. "
+            f"Gradients are averaged over the axes that split the batch. Write DistributedDataParallel(model, "
+            f"mesh[{', '.join(map(repr, batch_axes))}])."
+        )
+    return config
+
+
+def _missing(axes: tuple[str, ...], x: jax.Array) -> tuple[str, ...]:
+    """The axes over which `x` is replicated."""
+    used = {
+        name for entry in x.sharding.spec for name in ((entry,) if isinstance(entry, str) else entry or ())
+    }
+    return tuple(axis for axis in axes if axis not in used)
+
+
+def _live_spec(x: jax.Array, mesh: jax.sharding.Mesh) -> PartitionSpec:
+    """The array's spec without axes of size 1: nothing varies over them, so they cost no collective."""
+
+    def live(entry: Any) -> Any:
+        names = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        return tuple(name for name in names if mesh.shape[name] > 1) or None
+
+    return PartitionSpec(*(live(entry) for entry in x.sharding.spec))
+
+
+def _check_rows(batch: PyTree, num_ranks: int, accumulate: int, batch_axes: tuple[str, ...]) -> None:
+    rows = {x.shape[0] if x.ndim else 0 for x in jax.tree.leaves(batch)}
+    for size in sorted(rows):
+        if size == 0 or size % (num_ranks * accumulate):
+            raise BatchError(
+                f"a batch of {size} rows does not divide into {num_ranks} ranks (batch_axes={batch_axes}) x {accumulate} "
+                f"microbatches: {size} % {num_ranks * accumulate} = {size % (num_ranks * accumulate)}. Pad it with "
+                f"batch, mask = jaxpar.data.pad_batch(batch, {-(-size // (num_ranks * accumulate)) * num_ranks * accumulate}) "
+                f"and return jaxpar.Mean((losses * mask).sum(), mask.sum())."
+            )
