@@ -69,9 +69,10 @@ class StoreClient:
         self._socket: socket.socket | None = None
         self._connect(time.monotonic() + timeout_s)
 
-    def clone(self) -> "StoreClient":
-        """Another connection to the same store, for another thread."""
-        return StoreClient(self.address, token=self._token, timeout_s=self._timeout_s)
+    def clone(self, *, timeout_s: float | None = None) -> "StoreClient":
+        """Another connection to the same store: for another thread, or with another patience."""
+        patience_s = self._timeout_s if timeout_s is None else timeout_s
+        return StoreClient(self.address, token=self._token, timeout_s=patience_s)
 
     def close(self) -> None:
         """Ends the connection. Safe to call twice."""
