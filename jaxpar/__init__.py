@@ -3,4 +3,5 @@
 from jaxpar._init_sharded import init_sharded as init_sharded
 from jaxpar._mean import Mean as Mean
 from jaxpar.mesh import init_device_mesh as init_device_mesh
+from jaxpar.mesh import init_process_group as init_process_group
 from jaxpar.train import TrainStep as TrainStep
