@@ -118,7 +118,7 @@ class DeviceMesh:
 
         Example:
             >>> from jaxpar.mesh import init_device_mesh
-        >>> mesh = init_device_mesh((2, 2, 2), ("dp", "cp", "tp"))
+            >>> mesh = init_device_mesh((2, 2, 2), ("dp", "cp", "tp"))
             >>> mesh["dp", "cp"].flatten().groups("dp_cp")
             ((0, 2, 4, 6), (1, 3, 5, 7))
         """
@@ -147,7 +147,7 @@ class DeviceMesh:
 
         Example:
             >>> from jaxpar.mesh import init_device_mesh
-        >>> init_device_mesh((8,), ("dp",)).unflatten("dp", (2, 4), ("replicate", "shard"))
+            >>> init_device_mesh((8,), ("dp",)).unflatten("dp", (2, 4), ("replicate", "shard"))
             DeviceMesh((replicate=2, shard=4), 'cpu', devices=8)
         """
         (old,) = select_axes(self, axis)
@@ -170,7 +170,7 @@ class DeviceMesh:
 
         Example:
             >>> from jaxpar.mesh import init_device_mesh
-        >>> [stage.ranks for stage in init_device_mesh((2, 4), ("pp", "dp")).submeshes("dp")]
+            >>> [stage.ranks for stage in init_device_mesh((2, 4), ("pp", "dp")).submeshes("dp")]
             [(0, 1, 2, 3), (4, 5, 6, 7)]
         """
         names = select_axes(self, self.axis_names if axes is None else axes)
@@ -199,7 +199,7 @@ class DeviceMesh:
 
         Example:
             >>> from jaxpar.mesh import init_device_mesh
-        >>> init_device_mesh((2, 4), ("dp", "tp")).coordinate(6)
+            >>> init_device_mesh((2, 4), ("dp", "tp")).coordinate(6)
             (1, 2)
         """
         if device_or_rank is None:
