@@ -11,6 +11,11 @@ def varying_axes(aval: Any) -> frozenset[str]:
     return frozenset(manual.varying if manual is not None else aval.vma)
 
 
+def jax_version() -> str:
+    """The version of JAX, for messages and comparisons between processes."""
+    return jax.__version__
+
+
 def backend_is_started() -> bool:
     """Whether JAX has started a backend in this process; asking does not start one."""
     from jax._src import xla_bridge  # no public name tells without starting one (jax 0.10 to 0.12)

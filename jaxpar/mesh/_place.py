@@ -11,13 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-
-def sharding_on(x: Any, mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Returns the array's own sharding if it lies on `mesh`, else the replicated one."""
-    own = getattr(x, "sharding", None)
-    return (
-        own if isinstance(own, NamedSharding) and own.mesh == mesh else NamedSharding(mesh, PartitionSpec())
-    )
+from jaxpar.mesh._fingerprint import assert_same_everywhere
 
 
 def place(values: list[Any], mesh: jax.sharding.Mesh) -> list[Any]:
@@ -47,6 +41,8 @@ def _replicate(values: list[jax.Array], sharding: NamedSharding) -> list[jax.Arr
         # A copy, always: the step donates its buffers, and the caller may still hold the original.
         return jax.device_put(values, sharding, may_alias=False)
     is_key = [jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in values]
+    shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in values)
+    assert_same_everywhere("placing arrays on a mesh", {"mesh": str(sharding.mesh), "arrays": shapes})
     raw = [np.asarray(jax.random.key_data(x) if key else x) for x, key in zip(values, is_key, strict=True)]
     raw = multihost_utils.broadcast_one_to_all(raw)
     arrays = [

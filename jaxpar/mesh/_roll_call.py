@@ -16,9 +16,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import jax
 from jaxpar_launch.store import StoreClient, StoreTimeoutError
 
+from jaxpar import _compat
 from jaxpar._errors import ProcessGroupError
 from jaxpar.mesh._group import Membership
 
@@ -38,14 +38,17 @@ class Entry:
     @classmethod
     def of(cls, member: Membership) -> "Entry":
         """What the process that runs this says."""
-        return cls(member.rank, member.world_size, os.getpid(), socket.gethostname(), jax.__version__)
+        return cls(member.rank, member.world_size, os.getpid(), socket.gethostname(), _compat.jax_version())
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}"
 
 
-def roll_call(store: StoreClient, entry: Entry, *, prefix: str, timeout_s: float) -> None:
-    """Returns when every rank of the job has come exactly once and all agree.
+def roll_call(store: StoreClient, entry: Entry, *, prefix: str, timeout_s: float) -> int:
+    """Waits until every rank of the job has come exactly once and all agree.
+
+    Returns:
+        The local rank: how many smaller ranks are on this host.
 
     Raises:
         ProcessGroupError: On every process that came: ranks missing, doubled or out of range, world sizes or JAX
@@ -65,6 +68,7 @@ def roll_call(store: StoreClient, entry: Entry, *, prefix: str, timeout_s: float
         faults = faults_of(entries) or [_missing(entries, timeout_s)]
         verdict = store.compare_set(verdict_key, None, {"faults": faults, "count": len(entries)})
     _raise_faults(verdict, entry, number, store, prefix)
+    return sum(other.host == entry.host and other.rank < entry.rank for other in _entries(store, prefix))
 
 
 def _raise_faults(

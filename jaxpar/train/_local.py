@@ -18,7 +18,7 @@ from flax import nnx
 from jaxpar import _compat
 from jaxpar._errors import BatchError
 from jaxpar._mean import Mean, divide
-from jaxpar._module import varying_axes, vary
+from jaxpar._module import vary, varying_axes
 from jaxpar._pytree import PyTree
 from jaxpar.ddp._order import ready_order
 from jaxpar.ddp._reduce import Reduction, reduce_buckets, reduce_in_backward, start_after

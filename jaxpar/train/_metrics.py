@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxpar._errors import BatchError
 from jaxpar._mean import Mean, divide
-from jaxpar._module import varying_axes, vary
+from jaxpar._module import vary, varying_axes
 from jaxpar._pytree import PyTree, leaf_names
 
 
@@ -72,8 +72,12 @@ def sum_over_ranks(
     )
     vector = jnp.concatenate([vary(x, axes).astype(dtype).ravel() for x in leaves + kept])
     summed = _split(jax.lax.psum(vector, axes), leaves + kept)
-    out = [s if jnp.issubdtype(x.dtype, jnp.integer) else s.astype(x.dtype) for s, x in zip(summed, leaves)]
-    return jax.tree.unflatten(treedef, out), [s.astype(x.dtype) for s, x in zip(summed[len(leaves) :], kept)]
+    # An integer count keeps the vector's type: the sum over ranks may not fit its own.
+    as_before = [
+        s if jnp.issubdtype(x.dtype, jnp.integer) else s.astype(x.dtype)
+        for s, x in zip(summed, leaves + kept, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, as_before[: len(leaves)]), as_before[len(leaves) :]
 
 
 def _split(vector: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:

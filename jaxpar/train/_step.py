@@ -8,6 +8,7 @@ jit ----------------------------------------------------------------------------
 
 import collections
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,9 +20,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar._errors import BatchError, ParallelizeError
 from jaxpar._pytree import PyTree
+from jaxpar.data import global_batch
 from jaxpar.ddp._module import CONFIG, DDPConfig, default_flatten_below_bytes, put_on_mesh
 from jaxpar.ddp._reduce import Reduction
-from jaxpar.mesh import MeshLike, as_jax_mesh, axes_of
+from jaxpar.mesh import MeshLike, as_jax_mesh, assert_same_everywhere, axes_of, warm_up
 from jaxpar.train._clip import clip_grad_norm
 from jaxpar.train._local import LocalStep
 from jaxpar.train._variables import Variables
@@ -121,6 +123,7 @@ class TrainStep:
         )
         self._states = self._init_hook_states()
         self._jitted = self._build(donate)
+        self._agreed = False
         self._in_flight: collections.deque[jax.Array] = collections.deque()
 
     def __call__(self, batch: PyTree) -> dict[str, PyTree]:
@@ -137,10 +140,10 @@ class TrainStep:
         Raises:
             BatchError: dim 0 does not divide into the ranks and microbatches, or the loss is no scalar.
         """
-        params, rest = self._model.values()
-        chosen, other = self._optimizer.values()
-        out = self._jitted(params, rest, chosen, other, self._states, self._global_batch(batch))
-        params, rest, chosen, other, self._states, metrics = out
+        arguments = self._arguments(batch)
+        if not self._agreed:
+            self._agree(arguments)
+        params, rest, chosen, other, self._states, metrics = self._jitted(*arguments)
         self._model.assign(params, rest)
         self._optimizer.assign(chosen, other)
         self._wait_for_old_steps(metrics["loss"])
@@ -149,7 +152,8 @@ class TrainStep:
     def lower(self, batch: PyTree) -> jax.stages.Lowered:
         """Lowers the step for a batch without running it: `step.lower(batch).compile()` to inspect the program.
 
-        `batch` may hold `jax.ShapeDtypeStruct`s of global shape.
+        `batch` may hold `jax.ShapeDtypeStruct`s of global shape. A model and optimizer that are abstract too (as
+        `nnx.eval_shape` makes them) are lowered without any array: for devices that are not here.
         """
         return self._jitted.lower(*self._arguments(batch))
 
@@ -157,9 +161,26 @@ class TrainStep:
         return (*self._model.values(), *self._optimizer.values(), self._states, self._global_batch(batch))
 
     def _global_batch(self, batch: PyTree) -> PyTree:
-        from jaxpar.data import global_batch
-
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
+            sharding = NamedSharding(self._mesh, PartitionSpec(self._batch_axes))
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch)
         return global_batch(batch, self._mesh, self._batch_axes)
+
+    def _agree(self, arguments: tuple[Any, ...]) -> None:
+        """Before the first step of several processes: do all mean the same program, and are all there?"""
+        self._agreed = True
+        if len({device.process_index for device in self._mesh.devices.flat}) == 1:
+            return
+        shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", arguments[-1])
+        program = self._jitted.lower(*arguments).as_text()
+        facts = {
+            "mesh": f"{dict(self._mesh.shape)} over devices {[d.id for d in self._mesh.devices.flat]}",
+            "batch": str(shapes),
+            "options": f"batch_axes={self._batch_axes}, accumulate={self._accumulate}, clip={self._clip}",
+            "program": hashlib.sha256(program.encode()).hexdigest(),
+        }
+        assert_same_everywhere("the first step of TrainStep", facts)
+        warm_up(self._mesh)
 
     def _wait_for_old_steps(self, loss: jax.Array) -> None:
         if self._mesh.devices.flat[0].platform == "cpu":
@@ -173,6 +194,8 @@ class TrainStep:
             jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype) for x in self._model.values()[0]
         ]
         states = self._local.reduction.init_states(local)
+        if not jax.tree.leaves(states):
+            return states
         by_rank = NamedSharding(self._mesh, PartitionSpec(self._local.axes or None))
 
         def stack(x: jax.Array) -> jax.Array:
