@@ -1,0 +1,94 @@
+"""Renews the file tree of README.md from the files' own first sentences: `python .ci/readme.py [--write]`.
+
+Without --write it only checks, and exits with 1 if the README is not true.
+"""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN, END = "<!-- tree -->\n", "<!-- /tree -->"
+CAPTIONS = {
+    "": "",
+    ".ci": "what a change must pass",
+    ".ci/run": "lint, types, tests, wheel; in an environment of its own",
+    "benchmarks": "one script per claim, JSON lines",
+    "examples": "real scripts on real data",
+    "jaxpar": "the library",
+    "launch": "a folder, not a package",
+    "notebooks": "executed by the tests, outputs committed",
+    "tests": "mirrors jaxpar/ and launch/",
+    "CONTRIBUTING.md": "how a change gets done",
+    "pyproject.toml": 'one distribution "jaxpar": packages jaxpar and jaxpar_launch, command jaxpar-launch',
+}
+WIDTH = 34
+
+
+def tree() -> str:
+    """The captioned tree of the files that git knows; tests are shown by folder."""
+    tracked = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.split()
+    files = sorted(Path(f) for f in tracked if (ROOT / f).exists() and is_shown(Path(f)))
+    lines, seen = [], set()
+    for file in files:
+        for folder in list(file.parents)[-2::-1]:
+            if folder not in seen:
+                seen.add(folder)
+                lines.append(line(len(folder.parts) - 1, f"{folder.name}/", folder_caption(folder)))
+        if file.parts[0] != "tests" or len(file.parts) == 2:
+            lines.append(line(len(file.parts) - 1, file.name, file_caption(file)))
+    return "```\n" + "\n".join(lines) + "\n```\n"
+
+
+def is_shown(file: Path) -> bool:
+    if file.name in ("__init__.py", "py.typed") or file.suffix in (".png", ".svg"):
+        return False
+    return file.suffix in (".py", ".ipynb") or str(file) in CAPTIONS
+
+
+def line(depth: int, name: str, caption: str) -> str:
+    left = "  " * depth + name
+    return f"{left:<{WIDTH}} {caption}".rstrip()
+
+
+def folder_caption(folder: Path) -> str:
+    if str(folder) in CAPTIONS:
+        return CAPTIONS[str(folder)]
+    init = ROOT / folder / "__init__.py"
+    return first_sentence(ast.get_docstring(ast.parse(init.read_text())) or "") if init.exists() else ""
+
+
+def file_caption(file: Path) -> str:
+    if str(file) in CAPTIONS:
+        return CAPTIONS[str(file)]
+    if file.suffix == ".ipynb":
+        cells = json.loads((ROOT / file).read_text())["cells"]
+        return first_sentence("".join(cells[0]["source"]).lstrip("# "))
+    return first_sentence(ast.get_docstring(ast.parse((ROOT / file).read_text())) or "")
+
+
+def first_sentence(text: str) -> str:
+    """The first line, up to its full stop: captions are one line."""
+    head = text.split("\n", 1)[0]
+    return head.split(". ")[0].rstrip(".:").replace("`", "")
+
+
+def main() -> int:
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    head, rest = text.split(BEGIN)
+    new = head + BEGIN + tree() + END + rest.split(END, 1)[1]
+    if "--write" in sys.argv[1:]:
+        readme.write_text(new)
+        return 0
+    if new != text:
+        print("README.md: the file tree is not true; run python .ci/readme.py --write")
+    return int(new != text)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
