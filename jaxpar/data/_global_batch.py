@@ -46,7 +46,7 @@ def global_batch(batch: PyTree, mesh: MeshLike, batch_axes: str | tuple[str, ...
     """
     axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
     num_positions = axis_size(mesh, axes)
-    sharding = NamedSharding(as_jax_mesh(mesh), P(axes if len(axes) > 1 else axes[0] if axes else None))
+    sharding = NamedSharding(as_jax_mesh(mesh), P(axes) if len(axes) > 1 else P(*axes))
     rows = num_rows(batch, caller="global_batch")
     if all(_lies_as(leaf, sharding) for leaf in jax.tree.leaves(batch)):
         return batch

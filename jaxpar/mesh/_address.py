@@ -39,6 +39,11 @@ def interface_of(host: str) -> str:
     return "::" if ":" in host else ""
 
 
+def loopback_of(host: str) -> str:
+    """How this machine reaches what it has put on `interface_of(host)`, whatever its name resolves to."""
+    return {"": "127.0.0.1", "::": "::1"}.get(interface_of(host), interface_of(host))
+
+
 def is_loopback(host: str) -> bool:
     """Whether only processes of this machine reach the address."""
     if host == "localhost":

@@ -96,6 +96,7 @@ def _resolve(
     if (environment := launched()) is not None:
         _check_agreement(given, environment.member)
         member, venue = environment.member, environment.venue
+        device_ids = member.local_device_ids if device_ids is None else device_ids
     elif given:
         member, venue = _explicit(given), None
     elif (found := detect_cluster(timeout_s)) is not None:
@@ -148,7 +149,7 @@ def _check_same(old: Membership, new: Membership) -> None:
     changes = [
         f"{field.name} was {getattr(old, field.name)!r}, is now {getattr(new, field.name)!r}"
         for field in dataclasses.fields(Membership)
-        if getattr(old, field.name) != getattr(new, field.name)
+        if field.name != "local_rank" and getattr(old, field.name) != getattr(new, field.name)
     ]
     if changes:
         raise ProcessGroupError(

@@ -14,7 +14,7 @@ import time
 from jaxpar_launch.store import StoreAuthenticationError, StoreClient, StoreError, StoreServer
 
 from jaxpar._errors import ProcessGroupError
-from jaxpar.mesh._address import address_at, host_and_port, interface_of, left_s, port_in_use
+from jaxpar.mesh._address import address_at, host_and_port, interface_of, left_s, loopback_of, port_in_use
 from jaxpar.mesh._group import Membership, Venue
 from jaxpar.mesh._roll_call import Entry, roll_call
 
@@ -23,26 +23,27 @@ _FRONT_DESK_TOKEN = "jaxpar"
 _LINGER_S = 5.0
 
 
-def meet_at_front_desk(member: Membership, deadline: float) -> tuple[Venue, StoreServer | None]:
+def meet_at_front_desk(member: Membership, deadline: float) -> tuple[int, Venue, StoreServer | None]:
     """Calls the roll at the coordinator's port.
 
     Returns:
-        Where the group's store is, and its server on rank 0, which hosts it.
+        The local rank, where the group's store is, and its server on rank 0, which hosts it.
 
     Raises:
         ProcessGroupError: Someone is missing, doubled or different, or the port cannot be used.
     """
     desk = _open_front_desk(member) if member.rank == 0 else None
     if desk is None:
-        return _visit_front_desk(member, deadline), None
+        return *_visit_front_desk(member, deadline), None
     host, _ = host_and_port(member.coordinator_address)
     hosted = StoreServer(interface_of(host), token=(token := secrets.token_hex(16)))
     venue = Venue(address_at(host, hosted.port), token, "group")
     try:
-        with desk, StoreClient(desk.address, token=_FRONT_DESK_TOKEN, timeout_s=left_s(deadline)) as store:
+        here = address_at(loopback_of(host), desk.port)
+        with desk, StoreClient(here, token=_FRONT_DESK_TOKEN, timeout_s=left_s(deadline)) as store:
             store.set("venue", [venue.address, venue.token, venue.prefix])
             try:
-                roll_call(store, Entry.of(member), prefix="roll", timeout_s=left_s(deadline))
+                local_rank = roll_call(store, Entry.of(member), prefix="roll", timeout_s=left_s(deadline))
             finally:
                 # Also when it failed: whoever is on the way shall hear why, not find a closed door.
                 visitors = [f"gone/{number}" for number in range(1, member.world_size)]
@@ -51,7 +52,7 @@ def meet_at_front_desk(member: Membership, deadline: float) -> tuple[Venue, Stor
     except BaseException:
         hosted.close()
         raise
-    return venue, hosted
+    return local_rank, venue, hosted
 
 
 def _open_front_desk(member: Membership) -> StoreServer | None:
@@ -69,12 +70,14 @@ def _open_front_desk(member: Membership) -> StoreServer | None:
             try:
                 StoreClient(str(member.coordinator_address), token=_FRONT_DESK_TOKEN, timeout_s=1.0).close()
                 return None
+            except StoreAuthenticationError:
+                break
             except StoreError:
                 time.sleep(0.1)  # a process that polls may hold the port for an instant
     raise ProcessGroupError(port_in_use(member.coordinator_address))
 
 
-def _visit_front_desk(member: Membership, deadline: float) -> Venue:
+def _visit_front_desk(member: Membership, deadline: float) -> tuple[int, Venue]:
     address = str(member.coordinator_address)
     try:
         store = StoreClient(address, token=_FRONT_DESK_TOKEN, timeout_s=left_s(deadline))
@@ -91,8 +94,8 @@ def _visit_front_desk(member: Membership, deadline: float) -> Venue:
         ) from error
     with store:
         try:
-            roll_call(store, Entry.of(member), prefix="roll", timeout_s=left_s(deadline))
-            return Venue(*store.get("venue"))
+            local_rank = roll_call(store, Entry.of(member), prefix="roll", timeout_s=left_s(deadline))
+            return local_rank, Venue(*store.get("venue"))
         finally:
             with contextlib.suppress(StoreError):
                 store.set(f"gone/{store.add('num_gone')}", True)

@@ -20,11 +20,11 @@ from jaxpar_launch.store import StoreClient, StoreServer
 
 @dataclass(frozen=True)
 class Membership:
-    """What makes two calls of `init_process_group` the same: everything that was asked for, resolved."""
+    """A process's place in its job, as asked for. Where nobody says the local rank, the roll call counts it."""
 
     rank: int
     world_size: int
-    local_rank: int = 0
+    local_rank: int | None = None
     coordinator_address: str | None = None
     local_device_ids: tuple[int, ...] | None = None
     preemption: bool = False
@@ -66,11 +66,13 @@ class ProcessGroup:
         self.shutdown_timeout_s = shutdown_timeout_s
         self.prefix = prefix
         self.pid = os.getpid()
-        self._store = store
+        self._first_store = store
+        self._stores = [] if store is None else [store]
         self._hosted = hosted
         self._rounds: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._local = threading.local()
+        self._local.store = store
 
     @property
     def rank(self) -> int:
@@ -85,9 +87,11 @@ class ProcessGroup:
     @property
     def store(self) -> StoreClient:
         """This thread's own connection to the store, so that a wait in one thread does not stop another."""
-        assert self._store is not None, "a world of one has no store"
+        assert self._first_store is not None, "a world of one has no store"
         if not hasattr(self._local, "store"):
-            self._local.store = self._store.clone()
+            self._local.store = self._first_store.clone()
+            with self._lock:
+                self._stores.append(self._local.store)
         return self._local.store
 
     def next_round(self, name: str) -> int:
@@ -98,14 +102,14 @@ class ProcessGroup:
 
     def report_failure(self, reason: str) -> None:
         """Leaves word why this process fails, for the error messages of those who miss it. In a second at most."""
-        if self._store is not None:
-            with self._store.clone(timeout_s=1.0) as store:
+        if self._first_store is not None:
+            with self._first_store.clone(timeout_s=1.0) as store:
                 store.set(f"{self.prefix}/failed/{self.rank}", reason[:500])
 
     def close(self) -> None:
-        """Closes the store's connection, and the store if this process hosts it."""
-        if self._store is not None:
-            self._store.close()
+        """Closes the connections to the store, and the store if this process hosts it."""
+        for store in self._stores:
+            store.close()
         if self._hosted is not None:
             self._hosted.close()
 

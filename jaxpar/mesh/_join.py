@@ -7,6 +7,7 @@ JAX's own failures here are SIGSEGV and SIGABRT without an exception (port in us
 doubled rank) or go unnoticed (two world sizes), so all that is settled before JAX is asked.
 """
 
+import dataclasses
 import time
 
 from jaxpar_launch.store import StoreClient, StoreError, StoreServer
@@ -34,16 +35,20 @@ def join(member: Membership, patience: Patience, *, venue: Venue | None) -> Proc
     hosted: StoreServer | None = None
     try:
         if venue is None:
-            venue, hosted = meet_at_front_desk(member, deadline)
+            local_rank, venue, hosted = meet_at_front_desk(member, deadline)
             store = StoreClient(venue.address, token=venue.token, timeout_s=left_s(deadline))
         else:
             store = StoreClient(venue.address, token=venue.token, timeout_s=left_s(deadline))
-            roll_call(store, Entry.of(member), prefix=f"{venue.prefix}/roll", timeout_s=left_s(deadline))
+            local_rank = roll_call(
+                store, Entry.of(member), prefix=f"{venue.prefix}/roll", timeout_s=left_s(deadline)
+            )
         start_jax(member, patience, store, venue.prefix, deadline)
     except StoreError as error:
         raise ProcessGroupError(
             f"init_process_group: rank {member.rank} of {member.world_size} cannot meet the others: {error}"
         ) from error
+    if member.local_rank is None:
+        member = dataclasses.replace(member, local_rank=local_rank)
     return ProcessGroup(
         member,
         timeout_s=patience.timeout_s,

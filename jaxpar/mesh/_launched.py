@@ -1,18 +1,45 @@
-"""What the launcher said of this process, in the words of the process group."""
+"""What the launcher said of this process, in the words of the process group.
+
+WorkerEnv   rank, world_size, local_rank, coordinator   -> Membership
+            store, store_token, restart_count           -> Venue: one part of the store for each attempt
+"""
 
 from dataclasses import dataclass
 
+from jaxpar_launch.env import WorkerEnv
+
+from jaxpar._errors import ProcessGroupError
 from jaxpar.mesh._group import Membership, Venue
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A process that a launcher started: its place, and the launcher's store."""
+    """The place of a process that a launcher started, and the launcher's store (None: rank 0 has to host one)."""
 
     member: Membership
-    venue: Venue
+    venue: Venue | None
 
 
 def launched() -> Launched | None:
-    """None if no launcher started this process."""
-    return None
+    """None if no launcher started this process.
+
+    Raises:
+        ProcessGroupError: The environment is half a worker's.
+    """
+    try:
+        environment = WorkerEnv.from_environ()
+    except ValueError as error:
+        raise ProcessGroupError(f"init_process_group: {error}") from error
+    if environment is None:
+        return None
+    member = Membership(
+        environment.rank,
+        environment.world_size,
+        local_rank=environment.local_rank,
+        coordinator_address=environment.coordinator,
+        local_device_ids=environment.local_device_ids,
+    )
+    if environment.store is None:
+        return Launched(member, None)
+    token = environment.store_token or ""
+    return Launched(member, Venue(environment.store, token, f"attempt/{environment.restart_count}"))

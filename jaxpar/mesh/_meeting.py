@@ -12,7 +12,7 @@ fingerprint are all this one meeting, so each of them has a deadline and names w
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from jaxpar_launch.store import StoreError, StoreTimeoutError, StoreValue
 
@@ -119,4 +119,4 @@ def _last_seen(group: ProcessGroup, place: str, rank: int) -> str:
     names = [
         key.removeprefix(f"{group.prefix}/").split("/")[0] for key in others if not key.startswith(place)
     ]
-    return f"waits at {names[0]!r} instead" if names else "is at no meeting"
+    return f"waits at {unquote(names[0])} instead" if names else "is at no meeting"

@@ -92,7 +92,7 @@ def get_local_rank() -> int:
         >>> jaxpar.mesh.get_local_rank()
         0
     """
-    return current_group().membership.local_rank
+    return current_group().membership.local_rank or 0
 
 
 def barrier(name: str, *, timeout_s: float | None = None) -> None:
