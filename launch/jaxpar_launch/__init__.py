@@ -1,1 +1,11 @@
 """jaxpar-launch: starts, watches and explains a group of worker processes. Standard library only."""
+
+from jaxpar_launch._api import LaunchResult as LaunchResult
+from jaxpar_launch._api import launch as launch
+from jaxpar_launch._errors import LaunchFailedError as LaunchFailedError
+from jaxpar_launch._errors import LaunchSpecError as LaunchSpecError
+from jaxpar_launch._errors import LaunchTimeoutError as LaunchTimeoutError
+from jaxpar_launch._errors import WorkerEnvError as WorkerEnvError
+from jaxpar_launch._report import Failure as Failure
+from jaxpar_launch._spec import LaunchSpec as LaunchSpec
+from jaxpar_launch._streams import StreamChoice as StreamChoice

@@ -1,0 +1,119 @@
+"""The agent: one per host; prepares a round, starts its workers, hands them to a `Group`, cleans up.
+
+    LaunchSpec -> port + store + folder + guard  ->  Round 0  ->  workers  ->  Group.run  ->  Outcome
+
+Everything that outlives a round (store, guard, folder) is held here, everything of a round below: restarts and
+further hosts are more rounds, not another agent.
+"""
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+
+from jaxpar_launch._devices import num_cores
+from jaxpar_launch._errors import LaunchSpecError
+from jaxpar_launch._files import RunFolder
+from jaxpar_launch._group import Group, Outcome
+from jaxpar_launch._logs import MemorySink
+from jaxpar_launch._ports import PortReservation
+from jaxpar_launch._reaper import Reaper
+from jaxpar_launch._round import Round
+from jaxpar_launch._signals import SignalInbox
+from jaxpar_launch._spec import LaunchSpec
+from jaxpar_launch._worker import Console, Worker
+from jaxpar_launch.env import WorkerEnv, inherited_environ, thread_defaults
+from jaxpar_launch.store import StoreServer
+
+
+def run_agent(
+    spec: LaunchSpec,
+    *,
+    timeout_s: float | None = None,
+    is_shown: bool = True,
+    memories: tuple[MemorySink, ...] = (),
+) -> Outcome:
+    """Runs the job to its end and leaves nothing behind: no process, port, or temporary file.
+
+    Args:
+        spec: what to run.
+        timeout_s: kill everything after so many seconds; None waits as long as it takes.
+        is_shown: whether the workers' output goes to this process's stdout and stderr.
+        memories: one per worker to collect its output in, or none.
+
+    Raises:
+        LaunchSpecError: the port is in use, or the program cannot be run; no worker is left.
+    """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    has_logs = bool(spec.log_dir or spec.redirects or spec.tee)
+    with contextlib.ExitStack() as stack:
+        inbox = stack.enter_context(SignalInbox())
+        port = stack.enter_context(contextlib.closing(reserve_port(spec)))
+        token = os.urandom(16).hex()
+        store = stack.enter_context(contextlib.closing(StoreServer("127.0.0.1", token=token)))
+        folder = RunFolder.make(log_dir=spec.log_dir, run_id=spec.run_id, is_kept=has_logs)
+        stack.callback(folder.close)
+        reaper = stack.enter_context(contextlib.closing(Reaper()))
+        console = Console(socket.gethostname(), is_shown=is_shown, memories=memories)
+        round_ = first_round(spec, master_port=port.port, store=store.address, token=token)
+        workers: list[Worker] = []
+        stack.callback(lambda: [worker.close() for worker in workers])
+        for local_rank in range(spec.nproc):
+            workers.append(_start(spec, round_, local_rank, folder, console))
+            reaper.watch(worker.pid for worker in workers)
+        if has_logs and is_shown:
+            print(f"jaxpar-launch: logs are in {folder.path}", file=sys.stderr, flush=True)
+        group = Group(
+            workers, spec=spec, inbox=inbox, host=console.hostname, deadline=deadline, reaper=reaper
+        )
+        return group.run()
+
+
+def reserve_port(spec: LaunchSpec) -> PortReservation:
+    """The port of this round's coordinator: the one asked for, else a free one."""
+    if spec.master_port is not None:
+        return PortReservation.claim(spec.master_addr, spec.master_port)
+    return PortReservation.draw(spec.master_addr)
+
+
+def first_round(spec: LaunchSpec, *, master_port: int, store: str, token: str) -> Round:
+    """Round 0 of a job on one host."""
+    return Round(
+        number=0,
+        world_size=spec.nproc,
+        first_rank=0,
+        group_rank=0,
+        group_world_size=1,
+        master_addr=spec.master_addr,
+        master_port=master_port,
+        store=store,
+        store_token=token,
+    )
+
+
+def worker_environ(spec: LaunchSpec, env: WorkerEnv, inherited: Mapping[str, str]) -> dict[str, str]:
+    """A worker's whole environment: thread counts unless set, what is inherited, its place in the job."""
+    user = {**inherited, **spec.environ}
+    threads = thread_defaults(
+        user,
+        nproc=spec.nproc,
+        num_cores=num_cores(),
+        platform=spec.platform,
+        devices_per_proc=spec.devices_per_proc,
+    )
+    return {**threads, **user, **env.to_environ()}
+
+
+def _start(spec: LaunchSpec, round_: Round, local_rank: int, folder: RunFolder, console: Console) -> Worker:
+    place = folder.of_worker(attempt=round_.number, local_rank=local_rank)
+    env = round_.worker_env(spec, local_rank=local_rank, error_file=os.path.join(place, "error.json"))
+    environ = worker_environ(spec, env, inherited_environ())
+    try:
+        return Worker.start(spec, env, environ=environ, folder=place, console=console)
+    except OSError as error:
+        raise LaunchSpecError(
+            f"{spec.argv('')[0]!r} cannot be run: {error.strerror}. After --no-python stands a program that is on "
+            "PATH or a path to one."
+        ) from error

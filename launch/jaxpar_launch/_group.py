@@ -1,0 +1,191 @@
+"""One round's workers on this host, from all started to all ended.
+
+    running --a worker fails------> stopping (SIGTERM, failure_grace_s) --> SIGKILL --> ended
+            --SIGTERM, SIGINT-----> stopping (the same signal, grace_s) --> SIGKILL --> ended
+            --deadline------------> stopping (SIGABRT: stacks are printed)  SIGKILL --> ended
+            --all exit with 0-----------------------------------------------------------> ended
+
+One thread, one selector: output, exits and signals wake it at once; every `monitor_interval_s` it looks anyway.
+A worker that exits with 0 leaves the others alone.
+"""
+
+import selectors
+import signal
+import sys
+import time
+from dataclasses import dataclass
+
+from jaxpar_launch._logs import Stream
+from jaxpar_launch._reaper import Reaper
+from jaxpar_launch._report import Failure, exit_text, failure_text, ranked
+from jaxpar_launch._signals import ENDING, SignalInbox
+from jaxpar_launch._spec import LaunchSpec
+from jaxpar_launch._worker import Worker
+
+TIMEOUT_EXIT_CODE = 124  # as timeout(1)
+_DRAIN_S = 0.5
+_PIPE_CHUNKS = 16
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a round ended on this host: the launcher's exit code, failures (root cause first), the report."""
+
+    exit_code: int
+    failures: tuple[Failure, ...]
+    report: str
+    is_timeout: bool = False
+
+
+class Group:
+    """The workers of one round and what is being done with them."""
+
+    def __init__(
+        self,
+        workers: list[Worker],
+        *,
+        spec: LaunchSpec,
+        inbox: SignalInbox,
+        reaper: Reaper,
+        host: str,
+        deadline: float | None,
+    ) -> None:
+        self._workers, self._spec, self._inbox, self._host = workers, spec, inbox, host
+        self._reaper = reaper
+        self._deadline = deadline  # of time.monotonic()
+        self._kill_at: float | None = None
+        self._stop_signal: int | None = None
+        self._was_killed: set[int] = set()
+        self._failures: list[Failure] = []
+        self._user_signal: int | None = None
+        self._is_timeout = False
+
+    def run(self) -> Outcome:
+        """Watches the group until every worker has ended."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._inbox.fd, selectors.EVENT_READ)
+            for worker in self._workers:
+                for stream in worker.streams:
+                    selector.register(stream.fd, selectors.EVENT_READ, stream)
+                if worker.exit_fd is not None:
+                    selector.register(worker.exit_fd, selectors.EVENT_READ)
+            while any(worker.is_running for worker in self._workers):
+                self._wait(selector)
+                self._look_at_exits(selector)
+                self._obey_signals()
+                self._keep_deadlines()
+        self._drain()
+        return self._outcome()
+
+    def _wait(self, selector: selectors.BaseSelector) -> None:
+        """Sleeps until something happens, and moves output."""
+        timers = [at for at in (self._kill_at, self._deadline) if at is not None]
+        until = min([time.monotonic() + self._spec.monitor_interval_s, *timers])
+        for key, _ in selector.select(max(until - time.monotonic(), 0)):
+            if key.data is not None:
+                _pump(key.data, selector)
+
+    def _look_at_exits(self, selector: selectors.BaseSelector) -> None:
+        """Collects all that ended since the last look before anyone is blamed."""
+        ended = [worker for worker in self._workers if worker.look()]
+        for worker in ended:
+            if worker.exit_fd is not None:
+                selector.unregister(worker.exit_fd)
+            for stream in worker.streams:
+                for _ in range(_PIPE_CHUNKS):  # all that a pipe can hold: the report shows its end
+                    _pump(stream, selector)
+        if ended:
+            self._reaper.watch(worker.pid for worker in self._workers if worker.is_running)
+        failed = [worker for worker in ended if worker.exit_code != 0]
+        if failed and self._stop_signal is None:
+            self._failures = [Failure.of(worker, self._host) for worker in failed]
+            self._stop(signal.SIGTERM, self._spec.failure_grace_s)
+
+    def _obey_signals(self) -> None:
+        for signum in self._inbox.take():
+            if signum not in ENDING:
+                self._send(signum)
+            elif self._stop_signal is None:
+                self._user_signal = signum
+                self._stop(signum, self._spec.grace_s)
+                _say(
+                    f"{signal.Signals(signum).name} received and passed on; the workers have "
+                    f"{self._spec.grace_s:g} s to end. Once more kills them at once."
+                )
+            else:
+                self._user_signal = self._user_signal or signum
+                self._kill_at = time.monotonic()
+
+    def _keep_deadlines(self) -> None:
+        now = time.monotonic()
+        if self._deadline is not None and now >= self._deadline:
+            self._deadline, self._is_timeout = None, True
+            self._stop(signal.SIGABRT, self._spec.failure_grace_s)
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill_at = None
+            for worker in self._workers:
+                if worker.is_running:
+                    self._was_killed.add(worker.env.rank)
+                    worker.kill()
+
+    def _stop(self, signum: int, grace_s: float) -> None:
+        """Asks everyone to end and sets the hour of SIGKILL."""
+        self._stop_signal = signum
+        self._kill_at = min(time.monotonic() + grace_s, self._kill_at or float("inf"))
+        self._send(signum)
+
+    def _send(self, signum: int) -> None:
+        for worker in self._workers:
+            worker.send(signum)
+
+    def _drain(self) -> None:
+        """Takes the last output; a process that left its group may hold a pipe open, so not for ever."""
+        streams = [stream for worker in self._workers for stream in worker.streams]
+        until = time.monotonic() + _DRAIN_S
+        while any(stream.is_open for stream in streams) and time.monotonic() < until:
+            if not any([stream.pump() for stream in streams]):
+                time.sleep(0.001)
+
+    def _outcome(self) -> Outcome:
+        others = [self._fate(worker) for worker in self._workers]
+        if self._failures:
+            failures = ranked(self._failures)
+            blamed = {failure.rank for failure in failures}
+            fates = [
+                fate
+                for worker, fate in zip(self._workers, others, strict=True)
+                if worker.env.rank not in blamed
+            ]
+            return Outcome(_shell_code(failures[0].exit_code), failures, failure_text(failures, others=fates))
+        if self._is_timeout:
+            head = "jaxpar-launch: the job did not end in time and was killed."
+            return Outcome(TIMEOUT_EXIT_CODE, (), "\n  ".join([head, *others]), is_timeout=True)
+        if self._user_signal is not None:
+            head = f"jaxpar-launch: ended by {signal.Signals(self._user_signal).name}."
+            return Outcome(128 + self._user_signal, (), "\n  ".join([head, *others]))
+        return Outcome(0, (), "")
+
+    def _fate(self, worker: Worker) -> str:
+        assert worker.exit_code is not None
+        rank, ended = worker.env.rank, exit_text(worker.exit_code)
+        if rank in self._was_killed:
+            return f"rank {rank} stopped by the launcher: killed, it had not ended within the grace period"
+        if worker.exit_code == 0 and self._stop_signal is None:
+            return f"rank {rank} had finished: {ended}"
+        return f"rank {rank} stopped by the launcher: {ended}"
+
+
+def _pump(stream: Stream, selector: selectors.BaseSelector) -> None:
+    if stream.is_open:
+        stream.pump()
+        if not stream.is_open:
+            selector.unregister(stream.fd)
+
+
+def _shell_code(exit_code: int) -> int:
+    """A worker's exit code as the launcher's: 128 + n for signal n, as shells have it."""
+    return exit_code if exit_code > 0 else 128 - exit_code
+
+
+def _say(text: str) -> None:
+    print(f"jaxpar-launch: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,49 @@
+"""The text of `jaxpar-launch --help`: by what one wants to do, then every option."""
+
+HELP = """\
+jaxpar-launch [options] script.py [its arguments ...]
+
+Starts a script in several processes on this host, watches them, and ends them together.
+
+  Two workers, one CPU device each           jaxpar-launch --nproc-per-node 2 train.py --lr 3e-4
+  One worker per GPU                         jaxpar-launch --nproc-per-node gpu train.py
+  One worker, four CPU devices               jaxpar-launch --devices-per-proc 4 train.py
+  A module, as `python -m` runs it           jaxpar-launch --nproc-per-node 2 -m package.train --lr 3e-4
+  Any program                                jaxpar-launch --nproc-per-node 2 --no-python ./run.sh
+  Keep every rank's output                   jaxpar-launch --nproc-per-node 2 --log-dir logs train.py
+  Show only rank 0, the others in files      jaxpar-launch --nproc-per-node 2 --log-dir logs --redirects 1:3 train.py
+  Time to write a checkpoint on SIGTERM      jaxpar-launch --nproc-per-node 2 --grace-period 120 train.py
+  See what would be started                  jaxpar-launch --nproc-per-node 2 --dry-run train.py
+
+In the script, jaxpar.init_process_group(), or plain jax.distributed.initialize() without arguments, joins the
+workers; RANK, LOCAL_RANK, WORLD_SIZE and the other variables of torchrun are set. When one worker fails, the
+others are ended, the first failure is reported with its rank, exception and last lines, and its exit code (128 + n
+for signal n) becomes the launcher's. Wrong options exit with 2.
+
+workers
+  --nproc-per-node N|auto|gpu|cpu   workers on this host; auto: one per GPU, without GPUs one per core  [1]
+  --devices-per-proc N              CPU devices, or GPUs, of each worker  [1 CPU device; GPUs in equal shares]
+  -m, --module                      the script is a module's name
+  --no-python                       the script is a program, started directly
+  --role NAME                       ROLE_NAME of the workers  [default]
+where they meet
+  --master-addr HOST                an address of this host  [127.0.0.1]
+  --master-port PORT                for JAX's coordination service  [a free one]
+  --standalone                      this host alone on a free port: the default, here for lines from torchrun
+output (for each worker: 0 none, 1 stdout, 2 stderr, 3 both; or by local rank, as 0:3,1:2)
+  --log-dir DIR                     writes <run>/attempt_0/<local rank>/stdout.log, stderr.log, error.json below DIR
+  -t, --tee WHICH                   to the log files and the console  [3 with --log-dir, else 0]
+  -r, --redirects WHICH             to the log files only  [0]
+  --local-ranks-filter RANKS        shows these local ranks on the console, as 0,1  [all]
+  --log-line-prefix-template TEXT   before each line; ${rank} ${local_rank} ${role_name} ${hostname}  [[rank ${rank}] ]
+stopping
+  --grace-period S                  after SIGTERM or SIGINT to the launcher: until SIGKILL  [30]
+  --failure-grace-period S          after a worker failed: until SIGKILL of the others  [1]
+  --monitor-interval S              longest time between two looks at the workers  [0.1]
+  --dry-run                         prints each worker's environment and command; starts nothing
+  -h, --help                        this text
+
+On a terminal, local rank 0 writes to it directly, so that progress bars work; the others' lines get a prefix.
+Every option can also come from the environment, --log-dir as JAXPAR_LOG_DIR; the command line wins. Underscores
+may stand for dashes. What follows the script's name is the script's.
+"""
