@@ -56,20 +56,21 @@ def assign_buckets(
     groups: Sequence[Group],
     *,
     order: Sequence[int] | None = None,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int | Sequence[int] = DEFAULT_BUCKET_BYTES,
     first_bucket_bytes: int = DEFAULT_FIRST_BUCKET_BYTES,
 ) -> tuple[Bucket, ...]:
     """Fills buckets in the order in which gradients become ready.
 
     A leaf joins the open bucket of its group (same axes, same dtype); a bucket that has reached its size is
-    closed. A leaf larger than a bucket is a bucket of its own. Source: DDP's bucketing, PyTorch row P3.
+    closed. A leaf that fills a bucket is a bucket of its own: it is not copied. Source: DDP's bucketing, PyTorch row P3.
 
     Args:
         sizes_bytes: bytes of each leaf, per device.
         groups: of each leaf, what it must share with its bucket; leaves without axes are in no bucket.
         order: the leaves in the order in which their gradients become ready; default: last leaf first.
-        bucket_bytes: a bucket is closed once it holds this much.
-        first_bucket_bytes: the same for the first bucket of all.
+        bucket_bytes: a bucket is closed once it holds this much; a sequence gives the size of each bucket in turn,
+            its last one for all that follow (row P4).
+        first_bucket_bytes: the same for the first bucket of all; of no meaning beside a sequence.
 
     Returns:
         The buckets, in the order in which they are reduced.
@@ -83,20 +84,18 @@ def assign_buckets(
         >>> [bucket.leaves for bucket in buckets]
         [(2,), (1, 0)]
     """
-    for name, value in (("bucket_bytes", bucket_bytes), ("first_bucket_bytes", first_bucket_bytes)):
-        if value <= 0:
-            raise ParallelizeError(
-                f"{name} must be positive, got {value}. A bucket holds at least one gradient; write {name}=1 for one "
-                f"all-reduce per parameter, or leave the default."
-            )
+    limits = bucket_limits(bucket_bytes, first_bucket_bytes)
     open_buckets: dict[Group, list[int]] = {}
     closed: list[tuple[Group, list[int]]] = []
     for leaf in order if order is not None else range(len(sizes_bytes) - 1, -1, -1):
         if not groups[leaf].axes or not sizes_bytes[leaf]:
             continue
+        limit = limits[min(len(closed), len(limits) - 1)]
+        if sizes_bytes[leaf] >= limit:
+            closed.append((groups[leaf], [leaf]))
+            continue
         members = open_buckets.setdefault(groups[leaf], [])
         members.append(leaf)
-        limit = bucket_bytes if closed else first_bucket_bytes
         if sum(sizes_bytes[i] for i in members) >= limit:
             closed.append((groups[leaf], open_buckets.pop(groups[leaf])))
     closed += open_buckets.items()
@@ -111,3 +110,15 @@ def assign_buckets(
         )
         for index, (group, members) in enumerate(closed)
     )
+
+
+def bucket_limits(bucket_bytes: int | Sequence[int], first_bucket_bytes: int) -> tuple[int, ...]:
+    """Returns the sizes at which the first, second, ... bucket is closed; the last one goes on for ever."""
+    limits = (first_bucket_bytes, bucket_bytes) if isinstance(bucket_bytes, int) else tuple(bucket_bytes)
+    if not limits or min(limits) <= 0:
+        raise ParallelizeError(
+            f"bucket sizes must be positive, got bucket_bytes={bucket_bytes}, first_bucket_bytes={first_bucket_bytes}. A "
+            f"bucket holds at least one gradient; write bucket_bytes=1, first_bucket_bytes=1 for one all-reduce per "
+            f"parameter, or leave the defaults."
+        )
+    return limits

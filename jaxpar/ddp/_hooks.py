@@ -15,6 +15,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
+from jaxpar._errors import ParallelizeError
+from jaxpar._module import varying_axes
 from jaxpar._pytree import PyTree
 from jaxpar.ddp._grad_bucket import GradBucket
 
@@ -67,3 +69,31 @@ def fp16_compress_hook(bucket: GradBucket) -> tuple[jax.Array, ...]:
 def _cast_and_sum(bucket: GradBucket, dtype: Any) -> tuple[jax.Array, ...]:
     summed = bucket.all_reduce(tuple(g.astype(dtype) for g in bucket.gradients))
     return tuple(s.astype(g.dtype) for s, g in zip(summed, bucket.gradients, strict=True))
+
+
+def check_hook(hook: Any) -> None:
+    """Raises ParallelizeError if `hook` cannot be called with a bucket."""
+    if isinstance(hook, type) or not callable(hook):
+        raise ParallelizeError(
+            f"comm_hook={hook!r}: a communication hook is called with a bucket and returns its summed gradients. Pass a "
+            f"function, such as comm_hook=bf16_compress_hook, or an object, such as comm_hook=PowerSGD()."
+        )
+
+
+def check_summed(hook: Any, bucket: GradBucket, summed: tuple[jax.Array, ...]) -> None:
+    """Raises ParallelizeError if a hook's result is not the sum of the bucket's gradients, by type."""
+    wanted = [(x.shape, x.dtype) for x in bucket.gradients]
+    got = [(x.shape, x.dtype) for x in summed]
+    local = sorted(set().union(*(varying_axes(x) for x in summed)) & set(bucket.axes))
+    if got != wanted or local:
+        name = getattr(hook, "__name__", type(hook).__name__)
+        raise ParallelizeError(
+            f"comm_hook {name} returned "
+            + (f"gradients that differ from rank to rank of {local}" if local else f"{_types(got)}")
+            + f" for a bucket of {_types(wanted)}. It must return one sum over {bucket.axes} per gradient, with the "
+            f"gradient's shape and dtype: return bucket.all_reduce(bucket.gradients), or a compressed form cast back."
+        )
+
+
+def _types(types: list[tuple[tuple[int, ...], Any]]) -> str:
+    return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in types) or "nothing"

@@ -4,6 +4,7 @@ model            the same object, its class swapped: in a training step (manual 
                  and the backward sums their gradients over the mesh; anywhere else it is the plain model
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -40,7 +41,7 @@ def DistributedDataParallel(
     model: ModuleT,
     mesh: MeshLike,
     *,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int | Sequence[int] = DEFAULT_BUCKET_BYTES,
     first_bucket_bytes: int = DEFAULT_FIRST_BUCKET_BYTES,
     comm_hook: Hook = allreduce_hook,
     flatten_below_bytes: int | None = None,
@@ -59,17 +60,18 @@ def DistributedDataParallel(
     Args:
         model: a Flax NNX module, concrete or abstract (`nnx.eval_shape`). Changed in place.
         mesh: the axes to replicate over, such as `mesh["dp"]`.
-        bucket_bytes: a bucket is closed once it holds this much.
+        bucket_bytes: a bucket is closed once it holds this much; a sequence gives the size of each bucket in turn
+            (row P4), and `first_bucket_bytes` then has no meaning.
         first_bucket_bytes: the same for the first bucket, whose gradients are ready first.
         comm_hook: what goes over the wire (`jaxpar.ddp.bf16_compress_hook`, `PowerSGD(...)`).
-        flatten_below_bytes: gradients smaller than this share one flat buffer. Default: all of them between CPU
-            processes, where each buffer costs a round trip; small ones elsewhere, where copies cost more.
+        flatten_below_bytes: gradients of a bucket that are smaller than this share one flat buffer. Default: all of
+            them, except between CPU devices of one process, where copies of large ones cost more.
 
     Returns:
         `model`, the same object.
 
     Raises:
-        ParallelizeError: nothing to train, wrapped twice, or a bucket size that is not positive.
+        ParallelizeError: nothing to train, wrapped twice, a bucket size that is not positive, or a hook that is none.
 
     Source: `torch.nn.parallel.DistributedDataParallel`, rows P1-P4, P9, P16-P18. Of its options, JAX makes these
     void: `find_unused_parameters`, `static_graph` (the traced program tells), `gradient_as_bucket_view`,
@@ -95,7 +97,7 @@ def DistributedDataParallel(
             f"parameters, or declare them as nnx.Param(...)."
         )
     reduction = Reduction(
-        bucket_bytes=bucket_bytes,
+        bucket_bytes=bucket_bytes if isinstance(bucket_bytes, int) else tuple(bucket_bytes),
         first_bucket_bytes=first_bucket_bytes,
         comm_hook=comm_hook,
         flatten_below_bytes=default_flatten_below_bytes(mesh)
@@ -107,11 +109,15 @@ def DistributedDataParallel(
 
 
 def default_flatten_below_bytes(mesh: MeshLike) -> int:
-    """Below this size, copying into a flat buffer costs less than one more buffer on the wire (measured)."""
+    """Below this size, gradients of a bucket share one flat buffer.
+
+    On accelerators and between processes all of them do: XLA's own combiner copies too, or every buffer costs a
+    round trip (0.2 ms over Gloo). Between CPU devices of one process the copies cost more than the all-reduce.
+    """
     devices = as_jax_mesh(mesh).devices.flat
-    if devices[0].platform == "cpu" and len({d.process_index for d in devices}) > 1:
-        return 1 << 62
-    return 64 * 1024
+    if devices[0].platform == "cpu" and len({d.process_index for d in devices}) == 1:
+        return 64 * 1024
+    return 1 << 62
 
 
 def put_on_mesh(module: nnx.Module, mesh: MeshLike) -> None:

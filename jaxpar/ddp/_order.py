@@ -30,20 +30,23 @@ def _walk(jaxpr: Any, leaf_of: dict[int, int], first_use: dict[int, int], clock:
     """Notes for each leaf the time of its first use, inside nested programs too; aliases are followed."""
     for eqn in jaxpr.eqns:
         used = {position: leaf_of[id(var)] for position, var in enumerate(eqn.invars) if id(var) in leaf_of}
-        if used and not _enter(eqn, used, first_use, clock):
-            if eqn.primitive.name in _ALIASES:
-                leaf_of[id(eqn.outvars[0])] = used[0]
-                continue
+        if not used:
+            clock[0] += 1
+        elif eqn.primitive.name in _ALIASES:
+            leaf_of[id(eqn.outvars[0])] = used[0]
+        elif not _enter(eqn, used, leaf_of, first_use, clock):
             for leaf in used.values():
                 first_use.setdefault(leaf, clock[0])
-        clock[0] += 1
+            clock[0] += 1
 
 
 # A cast or a change of varying type is not yet a use: its backward follows that of the value's real use.
 _ALIASES = frozenset({"convert_element_type", "pvary", "pcast", "copy", "reshape"})
 
 
-def _enter(eqn: Any, used: dict[int, int], first_use: dict[int, int], clock: list[int]) -> bool:
+def _enter(
+    eqn: Any, used: dict[int, int], leaf_of: dict[int, int], first_use: dict[int, int], clock: list[int]
+) -> bool:
     """Walks the nested program of a call-like equation; False if there is none whose inputs are the equation's.
 
     A loop counts as one use at its place: its gradients are complete only after its whole backward.
@@ -53,8 +56,10 @@ def _enter(eqn: Any, used: dict[int, int], first_use: dict[int, int], clock: lis
     for value in eqn.params.values():
         inner = getattr(value, "jaxpr", value)
         if hasattr(inner, "eqns") and len(inner.invars) == len(eqn.invars):
-            _walk(
-                inner, {id(inner.invars[position]): leaf for position, leaf in used.items()}, first_use, clock
-            )
+            inside = {id(inner.invars[position]): leaf for position, leaf in used.items()}
+            _walk(inner, inside, first_use, clock)
+            for var, inner_var in zip(eqn.outvars, inner.outvars, strict=True):
+                if id(inner_var) in inside:  # the nested program only casts the leaf, or hands it on
+                    leaf_of[id(var)] = inside[id(inner_var)]
             return True
     return False

@@ -8,6 +8,7 @@
 Either way the compiled program has exactly one all-reduce per bucket.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar._errors import ParallelizeError
 from jaxpar._module import vary, varying_axes
 from jaxpar._pytree import PyTree
 from jaxpar.ddp._buckets import (
@@ -24,9 +26,10 @@ from jaxpar.ddp._buckets import (
     Bucket,
     Group,
     assign_buckets,
+    bucket_limits,
 )
 from jaxpar.ddp._grad_bucket import GradBucket
-from jaxpar.ddp._hooks import CommHook, StatefulHook, allreduce_hook
+from jaxpar.ddp._hooks import CommHook, StatefulHook, allreduce_hook, check_hook, check_summed
 
 Hook = CommHook | StatefulHook
 
@@ -36,16 +39,23 @@ class Reduction:
     """How gradients are reduced: bucket sizes, hook, and which arrays share a flat buffer.
 
     Args:
-        bucket_bytes: a bucket is closed once it holds this much, per device.
+        bucket_bytes: a bucket is closed once it holds this much, per device; a tuple gives each bucket's size.
         first_bucket_bytes: the same for the first bucket, whose gradients are ready first.
         comm_hook: what goes over the wire.
         flatten_below_bytes: arrays smaller than this share one flat buffer.
+
+    Raises:
+        ParallelizeError: a bucket size is not positive, or the hook is none.
     """
 
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    bucket_bytes: int | tuple[int, ...] = DEFAULT_BUCKET_BYTES
     first_bucket_bytes: int = DEFAULT_FIRST_BUCKET_BYTES
     comm_hook: Hook = allreduce_hook
     flatten_below_bytes: int = 64 * 1024
+
+    def __post_init__(self) -> None:
+        bucket_limits(self.bucket_bytes, self.first_bucket_bytes)
+        check_hook(self.comm_hook)
 
     def buckets(
         self, leaves: Sequence[jax.Array], axes: Sequence[tuple[str, ...]], order: Sequence[int] | None = None
@@ -75,7 +85,7 @@ def bucketed_all_reduce(
     tree: PyTree,
     axis: str | tuple[str, ...],
     *,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int | Sequence[int] = DEFAULT_BUCKET_BYTES,
     first_bucket_bytes: int = DEFAULT_FIRST_BUCKET_BYTES,
     comm_hook: CommHook = allreduce_hook,
     mean: bool = False,
@@ -88,16 +98,16 @@ def bucketed_all_reduce(
     Args:
         tree: pytree of arrays, per device.
         axis: mesh axis to sum over, or several.
-        bucket_bytes: a bucket is closed once it holds this much.
+        bucket_bytes: a bucket is closed once it holds this much; a sequence gives each bucket's size (row P4).
         first_bucket_bytes: the same for the first bucket.
-        comm_hook: what goes over the wire.
+        comm_hook: what goes over the wire; a stateless one.
         mean: divide by the number of devices, before summing.
 
     Returns:
         The same tree, replicated over `axis`.
 
     Raises:
-        ParallelizeError: a bucket size is not positive.
+        ParallelizeError: a bucket size is not positive, or the hook keeps state.
 
     Source: the reducer of PyTorch's DDP, rows P2, P3.
 
@@ -110,11 +120,17 @@ def bucketed_all_reduce(
         >>> jax.jit(f)({"w": jnp.arange(8.0), "b": jnp.ones(8)})
         {'b': Array([8.], dtype=float32), 'w': Array([28.], dtype=float32)}
     """
+    if isinstance(comm_hook, StatefulHook):
+        raise ParallelizeError(
+            f"bucketed_all_reduce: {type(comm_hook).__name__} keeps state from step to step, which only jaxpar.TrainStep "
+            f"stores. Use a stateless hook such as bf16_compress_hook here, or train with TrainStep."
+        )
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     leaves, treedef = jax.tree.flatten(tree)
     if mean:
         leaves = [x / math.prod(jax.lax.axis_size(a) for a in axes) for x in leaves]
-    reduction = Reduction(bucket_bytes, first_bucket_bytes, comm_hook)
+    limits = bucket_bytes if isinstance(bucket_bytes, int) else tuple(bucket_bytes)
+    reduction = Reduction(limits, first_bucket_bytes, comm_hook)
     buckets = reduction.buckets(leaves, [axes] * len(leaves))
     reduced, _ = reduce_buckets(leaves, reduction, buckets, [()] * len(leaves))
     return jax.tree.unflatten(treedef, reduced)
@@ -137,7 +153,9 @@ def reduce_buckets(
 
     Returns all leaves and the hook's next state for each.
     """
-    out, next_states = list(leaves), list(states)
+    # Arrays without elements are in no bucket; their sum is known, and is the same everywhere.
+    out = [x if x.size else jnp.zeros(x.shape, x.dtype) for x in leaves]
+    next_states = list(states)
     tokens = start_after(jnp.float32(0) if after is None else after, buckets)
     for bucket in buckets:
         mine, their_states = _members(bucket, leaves), _members(bucket, states)
@@ -210,10 +228,13 @@ def _reduce_one(
     )
     hook = reduction.comm_hook
     reduced, new_states = hook(wire, states) if isinstance(hook, StatefulHook) else (hook(wire), states)
+    check_summed(hook, wire, reduced)
     # A state is per rank by type, also where a hook made it equal on all of them.
     new_states = jax.tree.map(lambda new, old: vary(new, tuple(varying_axes(old))), new_states, states)
-    return reduced, new_states, tokens | {bucket.varying: _first_number(reduced[0])}
+    return reduced, new_states, tokens | {bucket.varying: _number_of(reduced)}
 
 
-def _first_number(x: jax.Array) -> jax.Array:
-    return jax.lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(()).astype(jnp.float32)
+def _number_of(arrays: tuple[jax.Array, ...]) -> jax.Array:
+    """f32[]: something that is known only when all arrays are."""
+    first = [jax.lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(()).astype(jnp.float32) for x in arrays]
+    return functools.reduce(jnp.add, first)

@@ -68,8 +68,12 @@ class LocalStep:
         by_default = self.reduction.buckets(params, self.param_axes)
         if self.accumulate > 1 or len(by_default) < 2:
             return by_default
-        order = ready_order(lambda p: self._forward(p, rest, batch)[0].total, params)
+        order = ready_order(lambda p: self._forward(self._marked(p), rest, batch)[0].total, params)
         return self.reduction.buckets(params, self.param_axes, order)
+
+    def _marked(self, params: Leaves) -> Leaves:
+        """The parameters as varying over the axes on which they are reduced: nobody else reduces them then."""
+        return [vary(p, axes) for p, axes in zip(params, self.param_axes, strict=True)]
 
     def _forward(
         self, params: Sequence[jax.Array], rest: Sequence[jax.Array], batch: PyTree
@@ -94,7 +98,7 @@ class LocalStep:
         return grads, rest, states, values(means, self.num_ranks)
 
     def _accumulated(self, params: Leaves, rest: Leaves, states: Any, batch: PyTree) -> Any:
-        marked = [vary(p, axes) for p, axes in zip(params, self.param_axes, strict=True)]
+        marked = self._marked(params)
         microbatches = jax.tree.map(self._split_rows, batch)
 
         def microbatch(rest: Leaves, part: PyTree) -> tuple[Leaves, PyTree, Leaves]:
