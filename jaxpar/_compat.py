@@ -3,6 +3,8 @@
 from typing import Any
 
 import jax
+import jax.extend.core
+from jax.interpreters import ad, batching, mlir
 
 
 def varying_axes(aval: Any) -> frozenset[str]:
@@ -41,3 +43,24 @@ def detect_cluster(timeout_s: float) -> tuple[str, int, int, tuple[int, ...] | N
 def needs_large_first_collective() -> bool:
     """Whether Gloo stalls 40 ms at a time unless a clique's first collective is large (seen on 0.10, not on 0.12)."""
     return jax.__version_info__ < (0, 12) and jax.default_backend() == "cpu"
+
+
+def drop_unit_axes(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """Type a value as equal over axes of size 1: no operation at all in the compiled program.
+
+    JAX's only way is a `psum` over one device, which XLA:CPU does not remove (jax 0.12).
+    """
+    present = tuple(name for name in names if name in varying_axes(jax.typeof(x)))
+    return _drop_unit_axes_p.bind(x, names=present) if present else x
+
+
+def _drop_unit_axes_type(aval: Any, *, names: tuple[str, ...]) -> Any:
+    manual = aval.manual_axis_type
+    return aval.update(manual_axis_type=manual.update(varying=manual.varying - set(names)))
+
+
+_drop_unit_axes_p = jax.extend.core.Primitive("drop_unit_axes")
+_drop_unit_axes_p.def_abstract_eval(_drop_unit_axes_type)
+mlir.register_lowering(_drop_unit_axes_p, lambda ctx, x, *, names: [x])
+ad.deflinear2(_drop_unit_axes_p, lambda ct, x, *, names: [jax.lax.pcast(ct, names, to="varying")])
+batching.defvectorized(_drop_unit_axes_p)

@@ -2,8 +2,7 @@
 
     manual_axes("all_reduce", ("dp", "tp"))   ->   ManualAxes(names=("dp", "tp"), sizes=(2, 4))
 
-Axes of size 1 cost nothing: data moves over the `wide` axes only, and what makes a result equal over a `unit` axis
-in the eyes of the type system is a sum over one device, which XLA removes.
+Axes of size 1 cost nothing: data moves over the `wide` axes only; over a `unit` axis only the type changes.
 """
 
 import difflib
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar._compat import varying_axes
+from jaxpar._compat import drop_unit_axes, varying_axes
 from jaxpar._errors import CollectiveError
 from jaxpar.mesh._axes import AxisNames
 
@@ -87,15 +86,17 @@ def to_varying(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
 
 
 def equal_over_unit(x: jax.Array, axes: ManualAxes) -> jax.Array:
-    """Type a value as equal over the axes of size 1: a sum over one device, which XLA removes."""
-    return sum_over(x, axes.unit) if axes.unit else x
+    """Type a value as equal over the axes of size 1; nothing is emitted."""
+    return drop_unit_axes(x, axes.unit)
 
 
-def sum_over(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """`psum` that keeps the dtype of booleans, at most one of which may be set in a group."""
-    if x.dtype == jnp.bool_:
-        return lax.psum(to_varying(x, names).astype(jnp.uint8), names).astype(jnp.bool_)
-    return lax.psum(to_varying(x, names), names)
+def sum_over(x: jax.Array, axes: ManualAxes) -> jax.Array:
+    """The sum over the group, invariant; booleans, at most one of which may be set, stay booleans."""
+    x = equal_over_unit(to_varying(x, axes.names), axes)
+    if not axes.wide:
+        return x
+    wire = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
+    return lax.psum(wire, axes.wide).astype(x.dtype)
 
 
 def only_on(root: int, x: jax.Array, axes: ManualAxes) -> jax.Array:

@@ -153,7 +153,7 @@ def broadcast(x: PyTree, axis: AxisNames, *, root: int = 0) -> PyTree:
     """
     axes = manual_axes("broadcast", axis)
     check_root("broadcast", root, axes)
-    return jax.tree.map(lambda leaf: sum_over(only_on(root, jnp.asarray(leaf), axes), axes.names), x)
+    return jax.tree.map(lambda leaf: sum_over(only_on(root, jnp.asarray(leaf), axes), axes), x)
 
 
 def _gathered(x: jax.Array, axes: ManualAxes, dim: int, *, tiled: bool, invariant: bool) -> jax.Array:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxpar._errors import CollectiveError
@@ -122,7 +123,21 @@ def _permuted(x: jax.Array, axes: ManualAxes, pairs: tuple[tuple[int, int], ...]
         return to_varying(jnp.zeros_like(x), axes.names)
     x = to_varying(x, axes.names)
     stays = len(pairs) == axes.num_ranks and all(source == target for source, target in pairs)
-    return x if stays else lax.ppermute(x, axes.wide, pairs)
+    return x if stays else lax.ppermute(x, *_in_mesh_order(axes, pairs))
+
+
+def _in_mesh_order(
+    axes: ManualAxes, pairs: tuple[tuple[int, int], ...]
+) -> tuple[tuple[str, ...], tuple[tuple[int, int], ...]]:
+    """The same moves with axes and ranks in mesh order: `ppermute` counts ranks that way whatever order it is given.
+
+    All other collectives, and `axis_index`, count in the order given (jax 0.10 to 0.12).
+    """
+    names = tuple(name for name in jax.sharding.get_abstract_mesh().axis_names if name in axes.wide)
+    sizes = dict(zip(axes.names, axes.sizes, strict=True))
+    ranks = np.arange(axes.num_ranks).reshape([sizes[name] for name in names])
+    in_order = ranks.transpose([names.index(name) for name in axes.wide]).ravel()
+    return names, tuple((int(in_order[source]), int(in_order[target])) for source, target in pairs)
 
 
 def _check_pairs(pairs: tuple[tuple[int, int], ...], axes: ManualAxes) -> None:

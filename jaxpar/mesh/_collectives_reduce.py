@@ -140,9 +140,6 @@ def sum_scatter(x: jax.Array, axes: ManualAxes, dim: int) -> jax.Array:
 
 
 def _all_reduce(x: jax.Array, axes: ManualAxes, op: str) -> jax.Array:
-    if op in ("sum", "mean"):
-        total = lax.psum(to_varying(x, axes.names), axes.names)
-        return _mean_of_sum(total, axes) if op == "mean" else total
     if op in ("max", "min") and jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise CollectiveError(
             f"all_reduce: op {op!r} of {x.dtype}: complex numbers have no order. Reduce jnp.abs(x) or real and "
@@ -151,9 +148,12 @@ def _all_reduce(x: jax.Array, axes: ManualAxes, op: str) -> jax.Array:
     x = equal_over_unit(to_varying(x, axes.names), axes)
     if not axes.wide:
         return x
+    if op in ("max", "min"):
+        return _extreme(x, axes.wide, op)
     if op == "prod":
         return jnp.prod(lax.all_gather(x, axes.wide, to="invarying"), axis=0)
-    return _extreme(x, axes.wide, op)
+    total = lax.psum(x, axes.wide)
+    return _mean_of_sum(total, axes) if op == "mean" else total
 
 
 def _mean_of_sum(total: jax.Array, axes: ManualAxes) -> jax.Array:
