@@ -113,6 +113,6 @@ def _first_repeated(names: Sequence[str]) -> str:
 
 
 def _unknown(mesh: HasAxes, name: object) -> str:
-    nearest = difflib.get_close_matches(str(name), mesh.axis_names, n=2, cutoff=0.4)
-    hint = f" Did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
+    nearest = difflib.get_close_matches(str(name), mesh.axis_names, n=1, cutoff=0.4)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     return f"Axis {name!r} is not in {mesh!r}, whose axes are {mesh.axis_names}.{hint}"

@@ -154,6 +154,11 @@ class DeviceMesh:
         rest = [other for other in self.jax_mesh.axis_names if other != old]
         check_new_names("unflatten", names, taken=rest)
         full = infer_shape(f"unflatten({old!r})", sizes, names, self.size(old), f"axis {old!r} has size")
+        if math.prod(full) != self.size(old):
+            raise MeshError(
+                f"unflatten: sizes {tuple(sizes)} multiply to {math.prod(full)}, but axis {old!r} has size "
+                f"{self.size(old)}. Every rank needs one place. Write -1 for one of the sizes to have it inferred."
+            )
         at = self.jax_mesh.axis_names.index(old)
         new_names = _replace(self.jax_mesh.axis_names, (old,), names, at)
         selected = [other for other in new_names if other in names or other in self.axis_names]

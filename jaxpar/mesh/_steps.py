@@ -59,12 +59,15 @@ def _split(x: jax.Array, layout: Layout, step: RedistributionStep, extent: Exten
 
 def _reorder(x: jax.Array, layout: Layout, step: RedistributionStep, extent: Extent) -> jax.Array:
     """Piece k of the old nesting goes to the device that has piece k in the new one."""
-    dim = _dim(step)
     old = step.axes
-    new = step.after.dims[dim][-len(old) :]
-    places = np.arange(extent.num_ranks(old)).reshape(extent.parts(old))
-    holder_of = places.transpose([old.index(axis) for axis in new]).ravel()
-    return lax.ppermute(x, old, [(piece, int(holder)) for piece, holder in enumerate(holder_of)])
+    new = step.after.dims[_dim(step)][-len(old) :]
+    axes = tuple(axis for axis, _ in extent.sizes if axis in old)  # JAX wants mesh order here
+    places = np.arange(extent.num_ranks(axes)).reshape(extent.parts(axes))
+
+    def holders(nesting: tuple[str, ...]) -> list[int]:
+        return places.transpose([axes.index(axis) for axis in nesting]).ravel().tolist()
+
+    return lax.ppermute(x, axes, list(zip(holders(old), holders(new), strict=True)))
 
 
 def _reduce(x: jax.Array, layout: Layout, step: RedistributionStep, extent: Extent) -> jax.Array:
@@ -97,8 +100,9 @@ def _make_partial(x: jax.Array, layout: Layout, step: RedistributionStep, extent
     index = lax.axis_index(step.axes)
     if step.dim is not None:  # a piece of a split dim becomes a term of a sum, with zeros around it
         ranks, length = extent.num_ranks(step.axes), x.shape[step.dim]
-        shape = (*x.shape[: step.dim], ranks * length, *x.shape[step.dim + 1 :])
-        around = lax.dynamic_update_slice_in_dim(_like(x, shape, 0, step.axes), x, index * length, step.dim)
+        copies = jnp.concatenate([x] * ranks, axis=step.dim)
+        own = lax.broadcasted_iota(jnp.int32, copies.shape, step.dim) // length == index
+        around = jnp.where(own, copies, jnp.zeros_like(copies))
         return _join(around, step.dim, step.after.dims[step.dim], step.axes, extent)
     if step.op in ("sum", "product"):
         return jnp.where(index == 0, x, jnp.full_like(x, 0 if step.op == "sum" else 1))
@@ -145,12 +149,6 @@ def _join(
 def _own_row(table: np.ndarray, outer: tuple[str, ...]) -> jax.Array | np.ndarray:
     """The table's row for this device's piece of the outer split."""
     return jnp.asarray(table)[lax.axis_index(outer)] if outer else table[0]
-
-
-def _like(x: jax.Array, shape: tuple[int, ...], value: float, axes: tuple[str, ...]) -> jax.Array:
-    """A constant that varies over the same axes as x, so that it can be updated with x."""
-    varying = tuple(jax.typeof(x).vma | set(axes))
-    return lax.pcast(jnp.full(shape, value, x.dtype), varying, to="varying")
 
 
 def _dim(step: RedistributionStep) -> int:
