@@ -3,7 +3,7 @@
     f32[8, 16], P(None, 'tp') over (dp=2, tp=2)          dims:   0: one piece 0:8        1: 0:8, 8:16 @ tp
                                                          cells:  (0, 0): devices 0 2     (0, 1): devices 1 3
 
-Devices that hold the same slice share a cell: they are copies. A device is named by its position in the mesh.
+Devices that hold the same slice share a cell: they are copies (or, if partial, summands). A device is named by its position in the mesh.
 """
 
 import math
@@ -99,7 +99,7 @@ def array_layout(value: Any, *, shape: tuple[int, ...] | None = None) -> Layout:
 
 def _layout(sharding: Sharding, shape: tuple[int, ...], dtype: Any) -> Layout:
     try:
-        slices = sharding.devices_indices_map(shape)
+        slices = _without_partial(sharding).devices_indices_map(shape)
     except (ValueError, IndexError) as error:
         raise PlacementError(f"visualize_sharding: shape {shape} does not fit {sharding}: {error}") from error
     named = sharding if isinstance(sharding, NamedSharding) else None
@@ -126,6 +126,13 @@ def _layout(sharding: Sharding, shape: tuple[int, ...], dtype: Any) -> Layout:
         num_devices=len(numbers),
         bytes_per_device=None if dtype is None else piece_size * dtype.itemsize,
     )
+
+
+def _without_partial(sharding: Sharding) -> Sharding:
+    """Slices do not depend on what is still to be summed, and JAX (0.12) tells them only where nothing is."""
+    if isinstance(sharding, NamedSharding) and sharding.spec.unreduced:
+        return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec))
+    return sharding
 
 
 def format_spec(spec: PartitionSpec) -> str:
