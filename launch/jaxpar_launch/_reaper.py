@@ -1,7 +1,7 @@
 """Nobody outlives the launcher, not even when it is killed by SIGKILL: a shell holds the other end of a pipe.
 
     launcher --pipe--> /bin/sh    reads "-101 -102", the process groups that run now; a new line replaces the old
-                                  pipe closes = the launcher is gone  ->  kill -9 -101 -102
+                                  pipe closes = the launcher is gone  ->  kill -s KILL -- -101 -102
 
 A parent-death signal would reach only the workers, not their children, and exists only on Linux.
 """
@@ -11,7 +11,7 @@ import signal
 import subprocess
 from collections.abc import Iterable
 
-_SCRIPT = 'while read -r line; do groups=$line; done; [ -z "$groups" ] || kill -9 -- $groups'
+_SCRIPT = 'while read -r line; do groups=$line; done; [ -z "$groups" ] || kill -s KILL -- $groups'
 
 
 class Reaper:

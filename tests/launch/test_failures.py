@@ -1,0 +1,143 @@
+"""The first failure ends the group within 5 s and is reported as the root cause (case LJ-5)."""
+
+import time
+
+import pytest
+from jaxpar_launch import Failure, LaunchFailedError, LaunchTimeoutError, launch
+from jaxpar_launch._report import ranked
+
+# Rank 0 waits for rank 1 in a blocking read, as in a collective; rank 1 fails at line 8.
+WORKER = """
+import os, signal, socket, sys, time
+if os.environ["RANK"] == "0":
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        print("rank 0 waits", flush=True)
+        server.accept()
+time.sleep(0.2)
+{failure}
+time.sleep(60)
+"""
+
+VARIANTS = {
+    "exception": ('raise ValueError("boom")', 1, "exit code 1: ValueError: boom"),
+    "exit": ("sys.exit(3)", 3, "exit code 3: SystemExit: 3"),
+    "exit text": ('sys.exit("no data")', 1, "exit code 1: SystemExit: no data"),
+    "abort": ("os.abort()", 134, "signal 6 (SIGABRT): Aborted"),
+    "crash": ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "signal 11 (SIGSEGV): Segmentation fault"),
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", 137, "signal 9 (SIGKILL)"),
+    "hard exit": ("os._exit(7)", 7, "exit code 7"),
+    "import": ("import no_such_module", 1, "ModuleNotFoundError: No module named 'no_such_module'"),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_failed_rank_is_blamed_and_the_others_are_ended(variant: str, script) -> None:
+    failure, exit_code, cause = VARIANTS[variant]
+    path = script(WORKER.format(failure=failure))
+    start = time.monotonic()
+    result = launch(path, nproc=2, timeout_s=20)
+    assert time.monotonic() - start < 5
+    assert result.exit_code == exit_code
+    assert [failure.rank for failure in result.failures] == [1]
+    lines = result.report.splitlines()
+    assert lines[0] == "jaxpar-launch: rank 1 failed first and ended the job."
+    assert cause in result.report
+    assert lines[-1].startswith("  rank 0 stopped by the launcher: signal 15 (SIGTERM)")
+    if variant not in ("killed", "hard exit"):  # nobody can tell where those happened
+        assert f"at {path}:8" in result.report
+
+
+def test_failure_at_the_import_of_the_users_own_module(script) -> None:
+    module = script("\nlimit = 1 / 0\n", name="limits.py")
+    result = launch(script("import limits"), nproc=2, timeout_s=20)
+    assert result.exit_code == 1
+    assert f"ZeroDivisionError: division by zero\n  at {module}:2" in result.report
+
+
+def test_a_syntax_error_is_placed(script) -> None:
+    path = script("x = 1\nif x\n")
+    result = launch(path, timeout_s=20)
+    assert f"at {path}:2" in result.report and "SyntaxError" in result.report
+
+
+def test_the_library_is_not_blamed_for_the_users_call(script) -> None:
+    path = script("import json\n\njson.loads('{')\n")
+    assert f"at {path}:3" in launch(path, timeout_s=20).report
+
+
+def test_an_early_exit_with_0_neither_ends_nor_hangs_the_others(script) -> None:
+    path = script("""
+        import os, sys, time
+        if os.environ["RANK"] == "0":
+            sys.exit(0)
+        time.sleep(0.5)
+        print("done")
+    """)
+    result = launch(path, nproc=2, timeout_s=20)
+    assert (result.exit_code, result.output, result.report) == (0, ("", "done\n"), "")
+
+
+def test_a_worker_that_ignores_sigterm_is_killed_soon_after_a_failure(script) -> None:
+    path = script("""
+        import os, signal, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)   # as JAX's preemption notifier does
+        time.sleep(0.3)
+        if os.environ["RANK"] == "2":
+            raise ValueError("boom")
+        time.sleep(60)
+    """)
+    start = time.monotonic()
+    result = launch(path, nproc=3, timeout_s=20)
+    assert time.monotonic() - start < 5
+    assert result.failures[0].rank == 2
+    assert "rank 0 stopped by the launcher: killed" in result.report
+    assert "rank 1 stopped by the launcher: killed" in result.report
+
+
+def test_children_of_workers_end_with_them(script, living, wait_until) -> None:
+    child = script("import time; time.sleep(60)", name="child.py")
+    path = script(f"""
+        import os, subprocess, sys, time
+        subprocess.Popen([sys.executable, {str(child)!r}])
+        time.sleep(0.3)
+        sys.exit(int(os.environ["RANK"]))
+    """)
+    result = launch(path, nproc=2, timeout_s=20)
+    assert result.exit_code == 1
+    wait_until(lambda: not living(), what="the grandchildren to end")
+
+
+def test_a_lost_peer_is_never_blamed_before_the_peer() -> None:
+    common = dict(host="h", pid=1, file=None, line=None, tail=())
+    victim = Failure(
+        rank=0,
+        local_rank=0,
+        exit_code=1,
+        time_s=1.0,
+        message="Gloo all-reduce failed: Connection reset by peer",
+        **common,
+    )
+    aborted = Failure(
+        rank=2, local_rank=2, exit_code=-6, time_s=1.1, message=None,
+        **common | dict(tail=("Terminating process because the JAX distributed service detected ... heartbeat timeout",)),
+    )  # fmt: skip
+    culprit = Failure(rank=1, local_rank=1, exit_code=-9, time_s=1.2, message=None, **common)
+    assert [failure.rank for failure in ranked([victim, culprit, aborted])] == [1, 0, 2]
+
+
+def test_a_hanging_job_ends_at_its_deadline_with_every_ranks_stack(script) -> None:
+    path = script("""
+        import time
+        def stuck():
+            time.sleep(60)
+        stuck()
+    """)
+    with pytest.raises(LaunchTimeoutError, match="did not end in time") as error:
+        launch(path, nproc=2, timeout_s=0.5)
+    assert str(error.value).count(f'File "{path}", line 4 in stuck') == 2
+
+
+def test_check_raises_the_report(script) -> None:
+    path = script("raise ValueError('boom')")
+    with pytest.raises(LaunchFailedError, match="rank 0 failed first"):
+        launch(path, timeout_s=20).check()
