@@ -11,16 +11,19 @@ aborts it (SIGABRT, exit code lost).
 import atexit
 import contextlib
 import faulthandler
+import functools
 import os
+import signal
 import sys
-import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 import jax
+from jaxpar_launch.errors import install_excepthook
 
 from jaxpar._errors import ProcessGroupError
 from jaxpar.mesh._group import ProcessGroup, group_slot
+from jaxpar.mesh._launched import launched
 from jaxpar.mesh._meeting import meet
 
 
@@ -55,8 +58,10 @@ def destroy_process_group(*, timeout_s: float | None = None) -> None:
 def leave_properly() -> None:
     """Makes this process leave as drawn above, whoever started it. Called once, when the group is formed."""
     atexit.register(_at_exit)
-    if not hasattr(sys, "ps1"):  # an interactive session survives its exceptions
-        sys.excepthook = _at_exception
+    if hasattr(sys, "ps1"):  # an interactive session survives its exceptions
+        return
+    sys.excepthook = functools.partial(_at_exception, sys.excepthook)
+    install_excepthook()  # the launcher's, around ours: it keeps the last words for its report and exits
 
 
 def _meet_to_leave(group: ProcessGroup, timeout_s: float) -> None:
@@ -77,15 +82,21 @@ def _at_exit() -> None:
     _arm_guard(group.shutdown_timeout_s)
 
 
-def _at_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """An exception that nobody caught: print it and leave at once, so that the peers fail now and not in 300 s."""
-    traceback.print_exception(kind, error, trace)
+def _at_exception(
+    show: Callable[..., object], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """An exception that nobody caught: show it and leave at once, so that the peers fail now and not in 300 s."""
+    show(kind, error, trace)
     group = group_slot().group
     if group is None or group.world_size == 1 or os.getpid() != group.pid:
         return
     with contextlib.suppress(Exception):
         group.report_failure(f"{kind.__name__}: {error}")
-    _exit_now(130 if issubclass(kind, KeyboardInterrupt) else 1)
+    if issubclass(kind, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    elif launched() is None:
+        _exit_now(1)
 
 
 def _exit_now(code: int) -> None:
