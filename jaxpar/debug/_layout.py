@@ -131,13 +131,13 @@ def _layout(sharding: Sharding, shape: tuple[int, ...], dtype: Any) -> Layout:
 def _without_partial(sharding: Sharding) -> Sharding:
     """Slices do not depend on what is still to be summed, and JAX (0.12) tells them only where nothing is."""
     if isinstance(sharding, NamedSharding) and sharding.spec.unreduced:
-        return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec))
+        return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec.partitions))
     return sharding
 
 
 def format_spec(spec: PartitionSpec) -> str:
     """A spec as one writes it: `P('dp', None)`."""
-    return "P(" + ", ".join(repr(entry) for entry in spec) + ")"
+    return "P(" + ", ".join(repr(entry) for entry in spec.partitions) + ")"
 
 
 def _numbers(sharding: Sharding) -> dict[jax.Device, int]:
@@ -148,9 +148,9 @@ def _numbers(sharding: Sharding) -> dict[jax.Device, int]:
 
 
 def _axes(sharding: NamedSharding | None, dim: int) -> tuple[str, ...]:
-    if sharding is None or dim >= len(sharding.spec):
+    if sharding is None or dim >= len(sharding.spec.partitions):
         return ()
-    entry = sharding.spec[dim]
+    entry = sharding.spec.partitions[dim]
     names = (entry,) if isinstance(entry, str) else entry or ()
     return tuple(name for name in names if isinstance(name, str))
 
@@ -164,7 +164,7 @@ def _partial_over(sharding: NamedSharding | None) -> tuple[str, ...]:
 def _copied_over(sharding: NamedSharding | None) -> tuple[str, ...]:
     if sharding is None:
         return ()
-    used = {name for dim in range(len(sharding.spec)) for name in _axes(sharding, dim)}
+    used = {name for dim in range(len(sharding.spec.partitions)) for name in _axes(sharding, dim)}
     used.update(_partial_over(sharding))
     return tuple(n for n, size in sharding.mesh.shape.items() if size > 1 and n not in used)
 
