@@ -53,14 +53,17 @@ def allreduce_hook(bucket: GradBucket) -> tuple[jax.Array, ...]:
 
 
 def bf16_compress_hook(bucket: GradBucket) -> tuple[jax.Array, ...]:
-    """Sums the gradients in bfloat16, half of fp32's bytes (row P31); error per element at most 2^-8 relative."""
+    """Sums the gradients in bfloat16, half of fp32's bytes (row P31).
+
+    Each rounding is at most 2^-8 relative: of every contribution, and of every partial sum.
+    """
     return _cast_and_sum(bucket, jnp.bfloat16)
 
 
 def fp16_compress_hook(bucket: GradBucket) -> tuple[jax.Array, ...]:
-    """Sums the gradients in float16, half of fp32's bytes (row P31); error per element at most 2^-11 relative.
+    """Sums the gradients in float16, half of fp32's bytes (row P31).
 
-    Contributions are divided by the number of ranks before they are summed, so the sum overflows only where the
+    Each rounding is at most 2^-11 relative: of every contribution, and of every partial sum. Contributions are divided by the number of ranks before they are summed, so the sum overflows only where the
     gradient itself does.
     """
     return _cast_and_sum(bucket, jnp.float16)

@@ -228,6 +228,7 @@ def _reduce_one(
     )
     hook = reduction.comm_hook
     reduced, new_states = hook(wire, states) if isinstance(hook, StatefulHook) else (hook(wire), states)
+    reduced = tuple(reduced)
     check_summed(hook, wire, reduced)
     # A state is per rank by type, also where a hook made it equal on all of them.
     new_states = jax.tree.map(lambda new, old: vary(new, tuple(varying_axes(old))), new_states, states)
