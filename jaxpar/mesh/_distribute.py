@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
@@ -175,12 +176,10 @@ def to_local(x: jax.Array | PlacedArray) -> tuple[jax.Array, ...]:
 
 def _put(x: ArrayLike, sharding: NamedSharding) -> jax.Array:
     """`device_put` that never compares the value over processes (it would be a hidden broadcast)."""
-    if (
-        is_traced(x)
-        or sharding.is_fully_addressable
-        or isinstance(x, jax.Array)
-        and not x.is_fully_addressable
-    ):
+    if is_traced(x):  # inside jit device_put alone is only a hint for the partitioner
+        return lax.with_sharding_constraint(jax.device_put(x, sharding), sharding)
+    spans_processes = isinstance(x, jax.Array) and not x.is_fully_addressable
+    if sharding.is_fully_addressable or spans_processes:
         return jax.device_put(x, sharding)
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])

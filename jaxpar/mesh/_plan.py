@@ -100,6 +100,11 @@ class Extent:
     itemsize: int
     sizes: tuple[tuple[str, int], ...]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no elements, so that nothing ever has to move."""
+        return prod(self.shape) == 0
+
     def parts(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         """Sizes of some axes."""
         table = dict(self.sizes)
@@ -131,6 +136,8 @@ class Extent:
 @lru_cache(maxsize=4096)
 def plan_steps(extent: Extent, source: Layout, target: Layout) -> tuple[RedistributionStep, ...]:
     """The cheapest steps from `source` to `target`, both without axes of size 1."""
+    if extent.is_empty:
+        return ()
     ticket = count()
     queue: list[tuple[int, int, int, Layout, tuple[RedistributionStep, ...]]] = [
         (0, 0, next(ticket), source, ())

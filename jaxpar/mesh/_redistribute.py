@@ -39,6 +39,7 @@ from jaxpar.mesh._placed import (
     is_traced,
     release,
     stack_axes,
+    stacked_shape,
 )
 from jaxpar.mesh._placements import Partial, Placement, Replicate, Shard
 from jaxpar.mesh._plan import Extent, RedistributionPlan, plan_steps
@@ -332,7 +333,8 @@ def _reduce_traced(held: Held, target: Layout) -> Held:
         in_specs=layout_to_spec(layout),
         out_specs=layout_to_spec(after),
     )
-    reduced = jax.device_put(program(held.array), NamedSharding(held.mesh, layout_to_spec(after)))
+    sharding = NamedSharding(held.mesh, layout_to_spec(after))
+    reduced = lax.with_sharding_constraint(jax.device_put(program(held.array), sharding), sharding)
     return Held(reduced, held.shape, after, held.mesh)
 
 
@@ -349,6 +351,9 @@ def _program(
     mesh: jax.sharding.Mesh, extent: Extent, source: Layout, target: Layout
 ) -> Callable[[jax.Array], jax.Array]:
     """The compiled plan. Axes of size 1 are left out of the work and named in the result only."""
+    sharding = NamedSharding(mesh, layout_to_spec(stack_axes(target)))
+    if extent.is_empty:
+        return jax.jit(lambda x: jnp.zeros(stacked_shape(extent, target), x.dtype), out_shardings=sharding)
     start, stop = extent.drop_unit_axes(source), extent.drop_unit_axes(target)
     steps = plan_steps(extent, start, stop)
     body = jax.shard_map(
@@ -357,7 +362,7 @@ def _program(
         in_specs=layout_to_spec(stack_axes(start)),
         out_specs=layout_to_spec(stack_axes(stop)),
     )
-    return jax.jit(body, out_shardings=NamedSharding(mesh, layout_to_spec(stack_axes(target))))
+    return jax.jit(body, out_shardings=sharding)
 
 
 # Checks and small questions.
