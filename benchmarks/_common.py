@@ -90,16 +90,24 @@ def emit(*results: Result) -> int:
 
 
 def interleave(
-    contenders: Mapping[str, Callable[[], float | None]], *, rounds: int, warmups: int = 1
+    contenders: Mapping[str, Callable[[], float | None]],
+    *,
+    rounds: int,
+    warmups: int = 1,
+    budget_s: float = float("inf"),
 ) -> dict[str, float]:
     """Runs every contender once per round and returns the median of each.
 
     A contender returns what it measured; one that returns None is timed by the wall clock, in seconds.
-    It must wait for its own result (`jax.block_until_ready`). Warm-up rounds are run and forgotten.
+    It must wait for its own result (`jax.block_until_ready`). Warm-up rounds are run and forgotten. After
+    `budget_s` seconds no further round begins (one is always measured): a busy machine gets fewer rounds.
     """
+    deadline = time.perf_counter() + budget_s
     names = list(contenders)
     samples: dict[str, list[float]] = {name: [] for name in names}
     for round_ in range(warmups + rounds):
+        if round_ > warmups and time.perf_counter() > deadline:
+            break
         turn = round_ % len(names)
         for name in names[turn:] + names[:turn]:
             start_s = time.perf_counter()

@@ -87,8 +87,9 @@ def launch(
         >>> launch(["echo", "hello"], kind="program", nproc=2).output
         ('hello\\n', 'hello\\n')
     """
-    spec = command if isinstance(command, LaunchSpec) else None
-    if spec is None:
+    if isinstance(command, LaunchSpec):
+        spec = command
+    else:
         parts = [command] if isinstance(command, str | os.PathLike) else list(command)
         inherited = {**inherited_environ(), **(environ or {})}
         _, platform = resolve_workers(str(nproc), inherited)

@@ -7,6 +7,7 @@ Names and meanings are torchrun's (rows 10.1); what this version does not do is 
 """
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -64,7 +65,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> _Parser:
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    # A formatter that knows its width never imports shutil to ask the terminal: some milliseconds of every start.
+    formatter = functools.partial(argparse.HelpFormatter, width=100)
+    parser = _Parser(add_help=False, allow_abbrev=False, formatter_class=formatter)
     add = parser.add_argument
     add("--nproc-per-node", default="1")
     add("--devices-per-proc", type=_number(int, "4"))
