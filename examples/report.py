@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-LINE_EVERY_S = 3.0
+LINE_EVERY_S = 5.0
 
 
 class Delayed:
@@ -59,9 +59,17 @@ class Report:
         metrics_path: the JSON-lines file to write, or None on a process that does not report.
         num_steps: steps of the run.
         tokens_per_step: tokens of the global batch.
+        console: where to show progress (default: standard output).
     """
 
-    def __init__(self, metrics_path: Path | None, *, num_steps: int, tokens_per_step: int) -> None:
+    def __init__(
+        self,
+        metrics_path: Path | None,
+        *,
+        num_steps: int,
+        tokens_per_step: int,
+        console: Console | None = None,
+    ) -> None:
         self.num_steps, self.tokens_per_step = num_steps, tokens_per_step
         self.train: list[tuple[int, float]] = []
         self.held_out: list[tuple[int, float]] = []
@@ -69,7 +77,7 @@ class Report:
         self._times: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)
         self._started_s = self._printed_s = time.monotonic()
         self._file = _create(metrics_path).open("w") if metrics_path else None
-        self.console = Console(quiet=metrics_path is None, highlight=False, soft_wrap=True)
+        self.console = console or Console(quiet=metrics_path is None, highlight=False, soft_wrap=True)
         self._bar = Progress(
             TextColumn("training"),
             BarColumn(bar_width=None),
@@ -109,7 +117,7 @@ class Report:
         self.tokens_per_s = (step - first) * self.tokens_per_step / (now_s - first_s) if num > 1 else 0.0
         self.train.append((step, metrics["loss"]))
         self._write("train", step, metrics | {"tokens_per_s": round(self.tokens_per_s, 1)})
-        self._bar.update(self._task, completed=step, loss=metrics["loss"], speed=_short(self.tokens_per_s))
+        self._bar.update(self._task, completed=step, loss=metrics["loss"], speed=self._speed())
         due = now_s - self._printed_s > LINE_EVERY_S or step in (1, self.num_steps)
         if due and not self.console.is_terminal:
             self._printed_s = now_s
@@ -145,6 +153,10 @@ class Report:
                 flush=True,
             )
 
+    def _speed(self) -> str:
+        speed = self.tokens_per_s
+        return "-" if not speed else f"{speed / 1000:.1f}k" if speed >= 1000 else f"{speed:.0f}"
+
     def _line(self, step: int, loss: float) -> str:
         done = round(20 * step / self.num_steps)
         eta_s = (
@@ -153,7 +165,7 @@ class Report:
         eta = "-" if eta_s is None else f"{int(eta_s) // 60}:{int(eta_s) % 60:02d}"
         return (
             f"[{'#' * done}{'.' * (20 - done)}] {step:>{len(str(self.num_steps))}}/{self.num_steps} | "
-            f"loss {loss:.3f} | {_short(self.tokens_per_s)} tokens/s | ETA {eta}"
+            f"loss {loss:.3f} | {self._speed()} tokens/s | ETA {eta}"
         )
 
 
@@ -161,10 +173,6 @@ def _create(path: Path) -> Path:
     """The path, with the folders above it made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
-
-
-def _short(number: float) -> str:
-    return f"{number / 1000:.1f}k" if number >= 1000 else f"{number:.0f}"
 
 
 def _smooth(values: np.ndarray, *, weight: float = 0.9) -> np.ndarray:

@@ -1,6 +1,6 @@
 """A small ResNet with BatchNorm in plain Flax NNX, and scikit-learn's handwritten digits; no jaxpar in here.
 
-    images [B, 8, 8, 1] -> stem -> block 16 -> block 32, half size -> block 64, half size -> mean -> logits [B, 10]
+    images [B, 8, 8, 1] -> stem -> block 16 -> block 32, half size -> mean -> logits [B, 10]
 
 `resnet_single.py` trains it on one device, `train_resnet.py` on many.
 """
@@ -45,10 +45,9 @@ class ResNet(nnx.Module):
             [
                 Block(16, 16, stride=1, rngs=rngs),
                 Block(16, 32, stride=2, rngs=rngs),
-                Block(32, 64, stride=2, rngs=rngs),
             ]
         )
-        self.head = nnx.Linear(64, 10, rngs=rngs)
+        self.head = nnx.Linear(32, 10, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
         x = self.stem(images)

@@ -9,7 +9,8 @@ EPOCHS, STEPS_PER_EPOCH = 6, 22
 
 (images, labels), test = resnet.digits()
 model = resnet.ResNet(rngs=nnx.Rngs(0))
-optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
+schedule = optax.cosine_decay_schedule(1e-2, EPOCHS * STEPS_PER_EPOCH)
+optimizer = nnx.Optimizer(model, optax.adamw(schedule), wrt=nnx.Param)
 
 for epoch in range(EPOCHS):
     order = np.random.default_rng([0, epoch]).permutation(len(images))

@@ -10,9 +10,10 @@ leaves a folder with metrics.jsonl and loss.png, and prints the loss on held-out
 
 import argparse
 import dataclasses
+import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import corpus
@@ -144,8 +145,8 @@ def read_text(args: argparse.Namespace) -> Corpus:
     shorter = min(text.train.size, text.held_out.size)
     if shorter <= args.seq:
         raise ValueError(
-            f"the {len(files)} files of --data have {text.train.size} bytes to train on and {text.held_out.size} held "
-            f"out, but one window takes --seq {args.seq} plus 1. Name more text, or write --seq {max(shorter - 1, 1)}."
+            f"--data has {text.train.size} bytes to train on and {text.held_out.size} held out, in {text.num_files} text "
+            f"files; one window takes --seq {args.seq} plus 1. Name more text, or write --seq {max(shorter - 1, 1)}."
         )
     return text
 
@@ -181,7 +182,7 @@ def parse_mesh(text: str) -> dict[str, int]:
         ) from None
     if set(sizes) != {"dp"}:
         raise argparse.ArgumentTypeError(
-            f"{text!r}: the axis of --strategy ddp is dp; write dp={sizes.get('dp', -1)}"
+            f"{text!r}: the axis of --strategy ddp is dp; write dp={math.prod(sizes.values())}"
         )
     return sizes
 
@@ -192,7 +193,7 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     introduction, examples, rest = (__doc__ or "").split("\n\n")
     parser = argparse.ArgumentParser(
         usage="train_lm.py [--flag value ...]     (--help explains every flag)",
@@ -280,7 +281,7 @@ def parse_args() -> argparse.Namespace:
     output.add_argument(
         "--temperature", type=float, default=0.7, help="0: always the likeliest byte (default: 0.7)"
     )
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

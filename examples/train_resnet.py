@@ -15,7 +15,8 @@ mesh = jaxpar.init_device_mesh((-1,), ("dp",))
 sampler = jaxpar.data.DistributedSampler(len(images))
 model = resnet.ResNet(rngs=nnx.Rngs(0))
 model = jaxpar.ddp.DistributedDataParallel(jaxpar.ddp.convert_sync_batchnorm(model, mesh), mesh)
-optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
+schedule = optax.cosine_decay_schedule(1e-2, EPOCHS * STEPS_PER_EPOCH)
+optimizer = nnx.Optimizer(model, optax.adamw(schedule), wrt=nnx.Param)
 train_step = jaxpar.TrainStep(resnet.loss_fn, model, optimizer, mesh=mesh)
 
 for epoch in range(EPOCHS):

@@ -1,0 +1,148 @@
+"""The language-model script, from its flags to its files."""
+
+import argparse
+import io
+import json
+from pathlib import Path
+
+import corpus
+import numpy as np
+import pytest
+import train_lm
+from jaxpar_launch import launch
+from report import Delayed, Report
+from rich.console import Console
+
+SCRIPT = Path(train_lm.__file__)
+TINY = "--preset tiny --depth 1 --seq 32 --steps 30 --batch 8 --accumulate 2 --lr 1e-2 --eval-every 20"
+TINY += " --eval-batches 2 --sample-bytes 24 --max-bytes 200000"
+
+
+def test_two_processes_train_evaluate_sample_and_leave_files(tmp_path: Path) -> None:
+    result = launch([SCRIPT, *TINY.split(), "--out", tmp_path], nproc=2, timeout_s=300).check()
+    text, other = result.output
+    for expected in (
+        "ddp over dp=2",
+        "[####################] 30/30",
+        "step 20: held-out loss",
+        "sample at",
+        "def ",
+    ):
+        assert expected in text
+    assert "\x1b" not in text and "\r" not in text
+    assert "loss" not in other
+
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    train, held_out = ([line for line in lines if line["kind"] == kind] for kind in ("train", "eval"))
+    assert [line["step"] for line in train] == list(range(1, 31))
+    assert [line["step"] for line in held_out] == [20, 30]
+    assert {"loss", "grad_norm", "lr", "tokens_per_s", "time_s"} <= set(train[0])
+    assert train[0]["loss"] > 5 and train[-1]["loss"] < 3.9 and held_out[-1]["loss"] < 3.9
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_wrong_data_is_one_line_that_says_what_to_write(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("short")
+    result = launch([SCRIPT, "--data", tmp_path], nproc=1, timeout_s=120)
+    assert result.exit_code == 1 and "Traceback" not in result.output[0]
+    assert "train_lm.py: --data has 5 bytes to train on and 0 held out" in result.output[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--mesh 2", "'2' is not a mesh; write axis=size, for example dp=2"),
+        ("--mesh tp=4", "the axis of --strategy ddp is dp; write dp=4"),
+        ("--mesh dp=2,tp=2", "the axis of --strategy ddp is dp; write dp=4"),
+        ("--steps 0", "'0' is not a whole number above 0"),
+        ("--batch many", "'many' is not a whole number above 0"),
+        ("--strategy fsdp", "invalid choice: 'fsdp'"),
+    ],
+)
+def test_wrong_flags_say_what_to_write(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train_lm.parse_args(flags.split())
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 2
+
+
+@pytest.mark.parametrize(("batch", "choices"), [(30, "--batch 28 or --batch 32"), (3, "--batch 4")])
+def test_batch_that_does_not_divide_names_the_next_ones(batch: int, choices: str) -> None:
+    args = argparse.Namespace(batch=batch, accumulate=2)
+    with pytest.raises(ValueError, match=rf"dp=2 times --accumulate 2.*Write {choices}\."):
+        train_lm.check_batch(args, num_parts=2)
+    train_lm.check_batch(argparse.Namespace(batch=32, accumulate=2), num_parts=2)
+
+
+def test_help_has_the_commands_to_start_with(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train_lm.parse_args(["--help"])
+    assert "jaxpar-launch --nproc-per-node 2 examples/train_lm.py" in capsys.readouterr().out
+
+
+def test_files_are_held_out_whole(tmp_path: Path) -> None:
+    for i in range(20):
+        (tmp_path / f"{i:02}.txt").write_bytes(bytes([i + 1]) * 50)
+    (tmp_path / "binary").write_bytes(b"ab\0")
+    (tmp_path / ".hidden").write_text("hidden")
+    text = corpus.read_corpus(corpus.files_under([tmp_path]), max_bytes=10_000)
+    assert text.num_files == 20
+    assert set(text.held_out) == {10, 20}
+    assert set(text.train) == set(range(1, 20)) - {10}
+    assert corpus.read_corpus(corpus.files_under([tmp_path]), max_bytes=99).train.size == 90
+
+
+def test_missing_path_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere: no such file or folder"):
+        corpus.files_under([tmp_path / "nowhere"])
+
+
+def test_default_text_is_large_and_ordered() -> None:
+    files = corpus.standard_library_files()
+    assert files == sorted(files) and len(files) > 200
+    assert not any("site-packages" in path.parts for path in files)
+
+
+def test_windows_depend_on_seed_and_step_only() -> None:
+    text = np.random.default_rng(0).integers(0, 256, 1000, np.uint8)
+
+    def windows(*, seed: int = 0, step: int = 1) -> np.ndarray:
+        return corpus.training_windows(text, batch=4, seq=9, seed=seed, step=step)
+
+    assert windows().shape == (4, 10)
+    assert bytes(windows()[0]) in bytes(text)
+    np.testing.assert_array_equal(windows(), windows())
+    assert (windows() != windows(step=2)).any() and (windows() != windows(seed=1)).any()
+
+
+@pytest.mark.parametrize("size", [10, 11, 100, 1000])
+def test_held_out_windows_lie_inside_the_text(size: int) -> None:
+    batches = list(corpus.held_out_windows(np.arange(size) % 256, batch=4, seq=9, max_batches=3))
+    assert {batch.shape for batch in batches} == {(4, 10)} and len(batches) == min(3, max(1, size // 36))
+    assert batches[0][0].tolist() == list(range(10))
+
+
+def test_numbers_are_read_late_and_none_is_lost() -> None:
+    delayed = Delayed(delay=2)
+    early = [done for step in range(5) for done in delayed.push(step, {"loss": np.float32(step)})]
+    assert early == [(0, {"loss": 0.0}), (1, {"loss": 1.0}), (2, {"loss": 2.0})]
+    assert [step for step, _ in delayed.flush()] == [3, 4]
+
+
+def test_terminal_shows_a_bar_with_loss_and_speed(tmp_path: Path) -> None:
+    terminal = io.StringIO()
+    console = Console(file=terminal, force_terminal=True, width=100)
+    with Report(tmp_path / "metrics.jsonl", num_steps=10, tokens_per_step=100, console=console) as report:
+        report.steps((step, {"loss": 2.5}) for step in range(1, 11))
+    assert (
+        "10/10" in terminal.getvalue()
+        and "loss 2.500" in terminal.getvalue()
+        and "tokens/s" in terminal.getvalue()
+    )
+
+
+def test_process_that_does_not_report_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with Report(None, num_steps=1, tokens_per_step=1) as report:
+        report.steps([(1, {"loss": 1.0})])
+        report.evaluation(1, 1.0)
+    assert capsys.readouterr().out == ""
