@@ -38,8 +38,12 @@ def _replicate(values: list[jax.Array], sharding: NamedSharding) -> list[jax.Arr
     if not values:
         return []
     if jax.process_count() == 1:
-        # A copy, always: the step donates its buffers, and the caller may still hold the original.
-        return jax.device_put(values, sharding, may_alias=False)
+        # A copy, always: the step donates its buffers, and the caller may still hold the original. In two steps, as
+        # replication shares the original's buffer whatever `may_alias` says (jax 0.10.2 to 0.12.0).
+        copies = [
+            jax.device_put(x, x.sharding, may_alias=False) if isinstance(x, jax.Array) else x for x in values
+        ]
+        return jax.device_put(copies, sharding)
     is_key = [jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in values]
     shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in values)
     assert_same_everywhere("placing arrays on a mesh", {"mesh": str(sharding.mesh), "arrays": shapes})
