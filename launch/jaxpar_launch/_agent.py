@@ -27,6 +27,8 @@ from jaxpar_launch._worker import Console, Worker
 from jaxpar_launch.env import WorkerEnv, inherited_environ, thread_defaults
 from jaxpar_launch.store import StoreServer
 
+_SHOW_CURSOR = b"\x1b[?25h"
+
 
 def run_agent(
     spec: LaunchSpec,
@@ -68,7 +70,10 @@ def run_agent(
         group = Group(
             workers, spec=spec, inbox=inbox, host=console.hostname, deadline=deadline, reaper=reaper
         )
-        return group.run()
+        outcome = group.run()
+        if is_shown and outcome.exit_code and os.isatty(1):
+            os.write(1, _SHOW_CURSOR)  # rank 0's progress bar hid it, and may not have lived to bring it back
+        return outcome
 
 
 def reserve_port(spec: LaunchSpec) -> PortReservation:

@@ -24,6 +24,9 @@ from jaxpar_launch._worker import Worker
 
 TIMEOUT_EXIT_CODE = 124  # as timeout(1)
 _DRAIN_S = 0.5
+_ABANDON_S = (
+    30.0  # SIGKILL does not end a process that a driver holds in the kernel; say so instead of waiting on
+)
 _PIPE_CHUNKS = 16
 
 
@@ -54,6 +57,7 @@ class Group:
         self._reaper = reaper
         self._deadline = deadline  # of time.monotonic()
         self._kill_at: float | None = None
+        self._abandon_at = float("inf")
         self._stop_signal: int | None = None
         self._was_killed: set[int] = set()
         self._failures: list[Failure] = []
@@ -69,7 +73,7 @@ class Group:
                     selector.register(stream.fd, selectors.EVENT_READ, stream)
                 if worker.exit_fd is not None:
                     selector.register(worker.exit_fd, selectors.EVENT_READ)
-            while any(worker.is_running for worker in self._workers):
+            while any(worker.is_running for worker in self._workers) and time.monotonic() < self._abandon_at:
                 self._wait(selector)
                 self._look_at_exits(selector)
                 self._obey_signals()
@@ -122,7 +126,7 @@ class Group:
             self._deadline, self._is_timeout = None, True
             self._stop(signal.SIGABRT, self._spec.failure_grace_s)
         if self._kill_at is not None and now >= self._kill_at:
-            self._kill_at = None
+            self._kill_at, self._abandon_at = None, now + _ABANDON_S
             for worker in self._workers:
                 if worker.is_running:
                     self._was_killed.add(worker.env.rank)
@@ -166,12 +170,18 @@ class Group:
         return Outcome(0, (), "")
 
     def _fate(self, worker: Worker) -> str:
-        assert worker.exit_code is not None
-        rank, ended = worker.env.rank, exit_text(worker.exit_code)
+        rank = worker.env.rank
+        if worker.exit_code is None:
+            return (
+                f"rank {rank} survived SIGKILL for {_ABANDON_S:g} s: pid {worker.pid} is stuck in the kernel"
+            )
+        ended = exit_text(worker.exit_code)
         if rank in self._was_killed:
             return f"rank {rank} stopped by the launcher: killed, it had not ended within the grace period"
         if worker.exit_code == 0 and self._stop_signal is None:
             return f"rank {rank} had finished: {ended}"
+        if worker.exit_code > 0 and self._failures:
+            return f"rank {rank} stopped in consequence: {ended}"
         return f"rank {rank} stopped by the launcher: {ended}"
 
 

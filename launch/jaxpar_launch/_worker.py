@@ -35,6 +35,7 @@ from jaxpar_launch._spec import LaunchSpec
 from jaxpar_launch.env import WorkerEnv
 
 _FDS = {"stdout": 1, "stderr": 2}
+_STUCK_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,10 @@ class Worker:
         """Ends what still runs and closes what is open."""
         self.kill()
         if self.is_running:
-            self.exit_code = self._process.wait()
+            with contextlib.suppress(
+                subprocess.TimeoutExpired
+            ):  # stuck in the kernel: nothing more can be done
+                self.exit_code = self._process.wait(timeout=_STUCK_S)
         for stream in self.streams:
             stream.close()
         if self.exit_fd is not None:

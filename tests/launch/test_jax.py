@@ -41,3 +41,4 @@ def test_an_exception_in_one_rank_ends_the_other_in_its_collective_and_is_blamed
     assert ended - float(message.rpartition(" ")[2]) < 5
     line = 1 + PSUM[: PSUM.index("raise ValueError")].count("\n")
     assert f"at {path}:{line}" in result.report
+    assert "rank 0 stopped" in result.report or "rank 0 failed too" in result.report
