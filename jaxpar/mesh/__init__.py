@@ -48,7 +48,7 @@ from jaxpar.mesh._process_group import get_rank as get_rank
 from jaxpar.mesh._process_group import get_world_size as get_world_size
 from jaxpar.mesh._process_group import is_initialized as is_initialized
 from jaxpar.mesh._redistribute import full_array as full_array
-from jaxpar.mesh._redistribute import placements_of as placements_of
 from jaxpar.mesh._redistribute import redistribute as redistribute
 from jaxpar.mesh._redistribute import redistribution_plan as redistribution_plan
 from jaxpar.mesh._warm_up import warm_up as warm_up
+from jaxpar.mesh._where import placements_of as placements_of

@@ -88,6 +88,6 @@ def _positions(held: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """For each row of both tables: index in `held` of each entry of `wanted`, one past the end for padding."""
     found = np.full(wanted.shape, held.shape[1], dtype=np.int32)
     for piece in range(held.shape[0]):
-        index_of = {int(row): index for index, row in enumerate(held[piece]) if row != PAD}
+        index_of: dict[int, int] = {int(row): index for index, row in enumerate(held[piece]) if row != PAD}
         found[piece] = [index_of.get(int(row), held.shape[1]) for row in wanted[piece]]
     return found

@@ -10,16 +10,29 @@ gives are kept in the user's order.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import Protocol
 
-import jax
 import numpy as np
 from jax.experimental import mesh_utils
 
 from jaxpar._errors import MeshError
 
 
-def arrange_devices(shape: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
+class Device(Hashable, Protocol):
+    """As much of a `jax.Device` as a mesh needs to know."""
+
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def process_index(self) -> int: ...
+
+    @property
+    def platform(self) -> str: ...
+
+
+def arrange_devices(shape: tuple[int, ...], devices: Sequence[Device]) -> np.ndarray:
     """Order devices for a mesh of `shape`: later axes inside a host, TPU axes along the torus.
 
     Args:
@@ -35,16 +48,16 @@ def arrange_devices(shape: tuple[int, ...], devices: Sequence[jax.Device]) -> np
     return object_array(ordered).reshape(shape)
 
 
-def object_array(devices: Sequence[jax.Device]) -> np.ndarray:
+def object_array(devices: Sequence[Device]) -> np.ndarray:
     """A flat object array; NumPy is kept from looking inside the devices."""
     array = np.empty(len(devices), dtype=object)
     array[:] = list(devices)
     return array
 
 
-def check_unique(devices: Sequence[jax.Device]) -> None:
+def check_unique(devices: Sequence[Device]) -> None:
     """Raise `MeshError` if a device is listed twice."""
-    seen: dict[jax.Device, int] = {}
+    seen: dict[Device, int] = {}
     for position, device in enumerate(devices):
         if device in seen:
             raise MeshError(
@@ -67,7 +80,7 @@ def slice_shape(shape: tuple[int, ...], num_slices: int) -> tuple[int, ...] | No
     return tuple(between) if num_slices == 1 else None
 
 
-def _arrange_tpu(shape: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
+def _arrange_tpu(shape: tuple[int, ...], devices: Sequence[Device]) -> np.ndarray:
     num_slices = len({getattr(device, "slice_index", 0) for device in devices})
     between = slice_shape(shape, num_slices)
     if num_slices == 1 or between is None:

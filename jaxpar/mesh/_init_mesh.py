@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxpar._errors import MeshError
 from jaxpar.mesh._axes import AxisNames, as_names, check_new_names, infer_shape
-from jaxpar.mesh._devices import arrange_devices, check_unique, object_array
+from jaxpar.mesh._devices import Device, arrange_devices, check_unique, object_array
 from jaxpar.mesh._mesh import DeviceMesh, auto_mesh
 
 MeshLike: TypeAlias = DeviceMesh | jax.sharding.Mesh
@@ -22,7 +22,7 @@ def init_device_mesh(
     shape: int | Sequence[int],
     axis_names: AxisNames,
     *,
-    devices: Sequence[jax.Device] | np.ndarray | None = None,
+    devices: Sequence[Device] | np.ndarray | None = None,
 ) -> DeviceMesh:
     """Lay devices out along named axes; the last axis varies fastest and stays inside a host where it can.
 
@@ -100,7 +100,7 @@ def axis_size(mesh: MeshLike, axes: AxisNames) -> int:
 
 
 def _check_device_count(
-    shape: tuple[int, ...], names: tuple[str, ...], devices: list[jax.Device], *, given: bool
+    shape: tuple[int, ...], names: tuple[str, ...], devices: list[Device], *, given: bool
 ) -> None:
     needed, there = math.prod(shape), len(devices)
     if needed == there:

@@ -157,7 +157,7 @@ def layout_to_spec(layout: Layout) -> PartitionSpec:
     entries = [axes[0] if len(axes) == 1 else axes or None for axes in layout.dims]
     while entries and entries[-1] is None:
         entries.pop()
-    return PartitionSpec(*entries, unreduced=set(layout.partial_axes))
+    return PartitionSpec(*entries, unreduced=frozenset(layout.partial_axes))
 
 
 def spec_to_layout(spec: PartitionSpec, ndim: int, mesh: jax.sharding.Mesh) -> Layout:

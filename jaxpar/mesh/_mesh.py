@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxpar._errors import MeshError
 from jaxpar.mesh._axes import AxisNames, as_names, check_new_names, infer_shape, select_axes
+from jaxpar.mesh._devices import Device
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -197,7 +198,7 @@ class DeviceMesh:
         names = select_axes(self, self.axis_names if axis is None else axis)
         return tuple(tuple(int(rank) for rank in row) for row in self._rows(self._rank_array(), names))
 
-    def coordinate(self, device_or_rank: "jax.Device | int | None" = None) -> tuple[int, ...] | None:
+    def coordinate(self, device_or_rank: Device | int | None = None) -> tuple[int, ...] | None:
         """Position on the selected axes: of a device, of a rank, or of this process' first device in the mesh.
 
         PyTorch: `get_coordinate` (row M4). None where the device, rank or process is not in the mesh.

@@ -12,6 +12,7 @@ from functools import partial
 from math import prod
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding

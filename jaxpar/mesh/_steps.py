@@ -123,7 +123,7 @@ _RUN = {
 # Padding.
 
 
-def take_rows(x: jax.Array, rows: np.ndarray, dim: int) -> jax.Array:
+def take_rows(x: jax.Array, rows: jax.Array | np.ndarray, dim: int) -> jax.Array:
     """Rows of a dim in another order, zeros where the index is one past the end."""
     return jnp.take(x, rows, axis=dim, mode="fill", fill_value=0)
 

@@ -16,8 +16,8 @@ from jaxpar.mesh import (
     redistribution_plan,
     to_local,
 )
+from jaxpar.mesh._move import compiled_plan
 from jaxpar.mesh._placed import hold
-from jaxpar.mesh._redistribute import _program
 
 
 def line(size: int):
@@ -49,7 +49,7 @@ def test_mesh_2a_a_negative_dim_is_its_positive_twin():
     y = redistribute(x, [Shard(-1)])
     assert y is x and to_local(y)[0].shape == (4, 2)
     held = hold(x)
-    assert not len(collectives(_program(held.mesh, held.extent, held.layout, held.layout), held.array))
+    assert not len(collectives(compiled_plan(held.mesh, held.extent, held.layout, held.layout), held.array))
 
 
 def test_mesh_2b_one_placement_object_for_arrays_of_two_ranks():

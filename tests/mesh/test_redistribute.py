@@ -25,8 +25,8 @@ from jaxpar.mesh import (
     to_local,
 )
 from jaxpar.mesh._layout import make_layout
+from jaxpar.mesh._move import compiled_plan
 from jaxpar.mesh._placed import Held, hold, release
-from jaxpar.mesh._redistribute import _program
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 INNER = Shard(0, after=("tp",))  # dp splits what tp has split
@@ -47,7 +47,7 @@ def run_and_count(x: jax.Array, placements: tuple) -> tuple[jax.Array, Counter]:
     """Compile the very program that `redistribute` runs, once; return its result and its collectives."""
     held = hold(x)
     target = make_layout(placements, held.mesh, x.ndim)
-    program = _program(held.mesh, held.extent, held.layout, target).lower(held.array).compile()
+    program = compiled_plan(held.mesh, held.extent, held.layout, target).lower(held.array).compile()
     kinds = Counter(row.kind.replace("_", "-") for row in collectives(program, mesh=held.mesh))
     return release(Held(program(held.array), held.shape, target, held.mesh), held.mesh), kinds
 
@@ -158,7 +158,7 @@ def test_planned_bytes_are_those_of_the_compiled_program():
     for source, target in [((S0, S0), (R, S0)), ((P, S0), (S0, R)), ((S1, S0), (S0, S1))]:
         x = placed(mesh, source)
         held = hold(x)
-        program = _program(held.mesh, held.extent, held.layout, make_layout(target, held.mesh, 2))
+        program = compiled_plan(held.mesh, held.extent, held.layout, make_layout(target, held.mesh, 2))
         assert collectives(program, held.array).wire_bytes() == redistribution_plan(x, target).sent_bytes
 
 

@@ -25,8 +25,8 @@ from jaxpar.mesh import (
 )
 from jaxpar.mesh._chunks import deal_table, join_table, padded_length, piece_lengths, row_table
 from jaxpar.mesh._layout import make_layout
+from jaxpar.mesh._move import compiled_plan
 from jaxpar.mesh._placed import hold
-from jaxpar.mesh._redistribute import _program
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 INNER = Shard(0, after=("tp",))
@@ -98,7 +98,7 @@ def test_padded_transitions(shape, source, target):
     y = redistribute(x, target, pad=True)
     assert placements_of(y) == target
     held = hold(x)
-    program = _program(held.mesh, held.extent, held.layout, make_layout(target, held.mesh, 2))
+    program = compiled_plan(held.mesh, held.extent, held.layout, make_layout(target, held.mesh, 2))
     table = collectives(program, held.array, mesh=held.mesh)
     assert Counter(row.kind.replace("_", "-") for row in table) == Counter(plan.collectives)
     assert table.wire_bytes() == plan.sent_bytes
