@@ -50,9 +50,9 @@ def count_compilations() -> Iterator[CompilationCount]:
     """
     counter = CompilationCount()
 
-    def listen(event: str, duration_s: float, **details: str | int) -> None:
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == _EVENT:
-            counter.names.append(str(details.get("fun_name", "")))
+            counter.names.append(str(kwargs.get("fun_name", "")))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:

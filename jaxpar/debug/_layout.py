@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxpar._errors import PlacementError
 from jaxpar.debug._text import format_bytes
@@ -94,6 +93,11 @@ def array_layout(value: Any, *, shape: tuple[int, ...] | None = None) -> Layout:
             "visualize_sharding: a sharding alone has no shape to cut. Write visualize_sharding(sharding, "
             "shape=(8, 16))."
         )
+    if isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, Mesh):
+        raise PlacementError(
+            f"visualize_sharding: {sharding} is over an abstract mesh, which names no devices. Use the mesh of "
+            "init_device_mesh(...).jax_mesh."
+        )
     return _layout(sharding, tuple(dims), getattr(value, "dtype", None))
 
 
@@ -140,9 +144,9 @@ def format_spec(spec: PartitionSpec) -> str:
     return "P(" + ", ".join(repr(entry) for entry in spec.partitions) + ")"
 
 
-def _numbers(sharding: Sharding) -> dict[jax.Device, int]:
+def _numbers(sharding: Sharding) -> dict[Any, int]:
     """Position in the mesh of each device; the device id where there is no mesh."""
-    if isinstance(sharding, NamedSharding):
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         return {device: position for position, device in enumerate(sharding.mesh.devices.flat)}
     return {device: device.id for device in sharding.device_set}
 

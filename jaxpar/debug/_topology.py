@@ -9,7 +9,7 @@ GPU and no driver on this machine; only running them is impossible. The cost doe
 import importlib.util
 from types import MappingProxyType
 
-import jax
+from jax import Device
 from jax.experimental import topologies
 
 from jaxpar._errors import MeshError
@@ -47,7 +47,7 @@ dnn_version_info { major: 9 minor: 8 }
 _TARGETS = MappingProxyType({"h100": _H100})
 
 
-def topology(kind: str, *, num_devices: int) -> list[jax.Device]:
+def topology(kind: str, *, num_devices: int) -> list[Device]:  # pyright: ignore[reportInvalidTypeForm]
     """Compile-only devices of a cluster that need not exist.
 
     Args:

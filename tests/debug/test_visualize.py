@@ -187,6 +187,7 @@ def test_show_prints_through_rich(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (np.ones(4), None, "ndarray has no sharding: it lies in this process' memory"),
         (NamedSharding(MESH, P("dp")), None, r"Write visualize_sharding\(sharding, shape=\(8, 16\)\)"),
+        (NamedSharding(MESH.abstract_mesh, P("tp")), (8,), "over an abstract mesh, which names no devices"),
         (NamedSharding(MESH, P("tp")), (6,), r"shape \(6,\) does not fit"),
     ],
 )
