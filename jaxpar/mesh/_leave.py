@@ -26,6 +26,9 @@ from jaxpar.mesh._group import ProcessGroup, group_slot
 from jaxpar.mesh._launched import launched
 from jaxpar.mesh._meeting import meet
 
+_LEAST_GUARD_S = 30.0
+"""All processes have come to the end, so this only ends a hang: freeing a busy machine's memory may take seconds."""
+
 
 def destroy_process_group(*, timeout_s: float | None = None) -> None:
     """Leaves the job together with all other processes (row C7). Does nothing in a program that has not joined.
@@ -116,9 +119,9 @@ def _guard(timeout_s: float) -> Iterator[None]:
 
 
 def _arm_guard(timeout_s: float) -> None:
-    """Ends the process with code 1 and a traceback if it is still here after `timeout_s`.
+    """Ends the process with code 1 and a traceback if it is still here after `timeout_s`, or 30 s if that is longer.
 
     A C thread, because Python starts no thread any more while it shuts down.
     """
     with contextlib.suppress(Exception):  # stderr may be closed or not a file
-        faulthandler.dump_traceback_later(timeout_s, exit=True)
+        faulthandler.dump_traceback_later(max(timeout_s, _LEAST_GUARD_S), exit=True)

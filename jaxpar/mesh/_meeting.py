@@ -75,18 +75,21 @@ def _hear_verdict(
 ) -> dict[str, Any]:
     store, verdict_key = group.store, f"{place}verdict"
     chairs = {rank: f"{place}rank/{rank}" for rank in ranks}
+    verdict: dict[str, Any] | None
     start = time.monotonic()
     store.set(chairs[group.rank], said)
     try:
         if group.rank != ranks[0]:
             return store.get(verdict_key, timeout_s)
-        verdict: dict[str, Any] = {"said": judge(store.get_many(list(chairs.values()), timeout_s))}
+        if (verdict := store.try_get(verdict_key)) is not None:  # the others have given up already
+            return verdict
+        verdict = {"said": judge(store.get_many(list(chairs.values()), timeout_s))}
     except StoreTimeoutError:
         there = set(store.keys(f"{place}rank/"))
         missing = [rank for rank, chair in chairs.items() if chair not in there]
         # Everybody is there but the verdict is late: the judge is held up between its chair and its verdict.
         verdict = {
-            "missing": missing or [0],
+            "missing": missing or [ranks[0]],
             "waited_s": round(time.monotonic() - start, 1),
             "by": group.rank,
         }

@@ -29,6 +29,7 @@ from jaxpar.mesh import (
     process_allgather,
 )
 from jaxpar.mesh._group import Membership, ProcessGroup
+from jaxpar.mesh._meeting import meet
 from jaxpar.mesh._object_codec import UnencodableError, decode_object, encode_object
 
 SIZES = [1, 2, 4]
@@ -128,6 +129,27 @@ def test_a_rank_that_comes_too_late_fails_like_the_others(everywhere: Everywhere
     assert_all_raised(
         outcomes[1:], ProcessGroupError, r"this process, rank 1, came too late: rank 0 had waited 0.3"
     )
+
+
+def test_a_rank_zero_that_comes_too_late_does_not_wait_again(everywhere: Everywhere) -> None:
+    def task() -> float:
+        start = time.monotonic()
+        if get_rank() == 0:
+            time.sleep(0.8)
+        with pytest.raises(ProcessGroupError, match=r"came too late|ranks \[0\] of 3 did not come"):
+            barrier("save", timeout_s=5.0 if get_rank() == 0 else 0.3)
+        return time.monotonic() - start
+
+    assert max(everywhere(3, task)) < 4
+
+
+def test_only_the_members_meet(everywhere: Everywhere) -> None:
+    def task() -> Any:
+        members, group = (1, 3), _process_group.current_group()
+        if group.rank in members:
+            return meet(group, "some", group.rank, judge=sum, members=members)[0]
+
+    assert everywhere(4, task) == [None, 4, None, 4]
 
 
 def test_the_last_words_of_a_failed_rank_are_passed_on(everywhere: Everywhere) -> None:
