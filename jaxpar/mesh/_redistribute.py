@@ -37,6 +37,8 @@ def redistribute(
     PyTorch: `DTensor.redistribute` (row D14, table 3.3). On a slice of the mesh only the slice's axes change; a new
     axis splits what the others left, so tensor and data parallel axes are added one after the other.
 
+    To communicate in another dtype, cast before and after (PyTorch's `forward_dtype`).
+
     Backward: the gradient is redistributed to the source placements, a partial source counting as replicated.
 
     Args:

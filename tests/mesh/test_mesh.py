@@ -62,6 +62,12 @@ def test_this_process_stands_at_its_first_device():
     assert mesh.coordinate(7) is None
 
 
+def test_a_process_outside_the_mesh_has_no_coordinate(monkeypatch):
+    mesh = init_device_mesh((2, 4), ("dp", "tp"))
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert mesh.coordinate() is None and mesh.get_local_rank("tp") is None and mesh.local_coordinates() == ()
+
+
 @pytest.mark.parametrize(
     ("shape", "axes", "repr_"),
     [

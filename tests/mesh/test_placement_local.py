@@ -154,3 +154,10 @@ def test_mistakes():
         jax.jit(to_local)(x)
     with pytest.raises(PlacementError, match=r"does not lie on a mesh"):
         to_local(jnp.ones(3))
+
+
+def test_a_process_without_devices_in_the_mesh_has_nothing_to_give(monkeypatch):
+    mesh = mesh22()
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with pytest.raises(PlacementError, match=r"this process has no device in the mesh"):
+        from_local([], mesh, (R, R))
