@@ -86,8 +86,9 @@ def join_table(size: int, outer: tuple[int, ...], inner: tuple[int, ...]) -> np.
 
 def _positions(held: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """For each row of both tables: index in `held` of each entry of `wanted`, one past the end for padding."""
-    found = np.full(wanted.shape, held.shape[1], dtype=np.int32)
+    nowhere = held.shape[1]
+    found = np.full(wanted.shape, nowhere, dtype=np.int32)
     for piece in range(held.shape[0]):
         index_of: dict[int, int] = {int(row): index for index, row in enumerate(held[piece]) if row != PAD}
-        found[piece] = [index_of.get(int(row), held.shape[1]) for row in wanted[piece]]
+        found[piece] = np.asarray([index_of.get(int(row), nowhere) for row in wanted[piece]], dtype=np.int32)
     return found
