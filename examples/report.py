@@ -175,11 +175,7 @@ def _create(path: Path) -> Path:
     return path
 
 
-def _smooth(values: np.ndarray, *, weight: float = 0.9) -> np.ndarray:
-    """Exponential moving average, with the start corrected for its missing past."""
-    average = total = 0.0
-    smoothed = []
-    for value in values:
-        average, total = weight * average + (1 - weight) * value, weight * total + (1 - weight)
-        smoothed.append(average / total)
-    return np.array(smoothed)
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """Mean over a thirtieth of the run around each value."""
+    window = np.ones(len(values) // 60 * 2 + 1)
+    return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
