@@ -10,10 +10,9 @@ leaves a folder with metrics.jsonl and loss.png, and prints the loss on held-out
 
 import argparse
 import dataclasses
-import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import corpus
@@ -22,9 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from corpus import Corpus
+from flags import parse_args
 from flax import nnx
 from report import Delayed, Report
-from transformer import PRESETS, Transformer, TransformerConfig, generate, loss_fn, preset
+from transformer import Transformer, TransformerConfig, generate, loss_fn, preset
 
 import jaxpar
 from jaxpar.data import global_batch
@@ -35,9 +35,11 @@ STRATEGIES: dict[str, Callable[[nnx.Module, DeviceMesh], object]] = {"ddp": Dist
 # Steps in flight: enough to hide Python behind the devices, few enough to stop soon after Ctrl-C.
 STEPS_AHEAD = 4
 
+evaluation_loss = nnx.jit(loss_fn)
+
 
 def main() -> None:
-    args = parse_args()
+    args = parse_args(__doc__ or "", strategies=STRATEGIES)
     jaxpar.init_process_group()
     try:
         mesh = jaxpar.init_device_mesh(tuple(args.mesh.values()), tuple(args.mesh))
@@ -46,30 +48,20 @@ def main() -> None:
         config = model_config(args)
     except (ValueError, FileNotFoundError) as error:  # a flag is wrong: its message says all
         sys.exit(f"train_lm.py: {error}")
-    model = jaxpar.init_sharded(
-        lambda: Transformer(config, rngs=nnx.Rngs(args.seed)),
-        lambda model: STRATEGIES[args.strategy](model, mesh),
-    )
-    schedule = learning_rate(args)
-    optimizer = nnx.Optimizer(model, adamw(schedule), wrt=nnx.Param)
-    step = jaxpar.TrainStep(
-        loss_fn,
-        model,
-        optimizer,
-        mesh=mesh,
-        batch_axes=("dp",),
-        accumulate=args.accumulate,
-        clip_norm=args.clip_norm or None,
-    )
+    train(args, config, text, mesh)
 
+
+def train(args: argparse.Namespace, config: TransformerConfig, text: Corpus, mesh: DeviceMesh) -> None:
+    model, step, schedule = build(args, config, mesh)
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    run = f"{num_parameters / 1e6:.2f} M parameters, {args.strategy} over {mesh_text(mesh)}"
     metrics_path, plot_path = output_paths(args)
     report = Report(
         metrics_path if get_rank() == 0 else None, num_steps=args.steps, tokens_per_step=args.batch * args.seq
     )
-    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
     report.print(
-        f"{num_parameters / 1e6:.2f} M parameters | {text.train.size / 1e6:.1f} MB of text to train on, "
-        f"{text.held_out.size / 1e6:.1f} MB held out, {text.num_files} files | {args.strategy} over {mesh_text(mesh)}"
+        f"{run} | {text.num_files} files of text: {text.train.size / 1e6:.1f} MB to train on, "
+        f"{text.held_out.size / 1e6:.1f} MB held out"
     )
     delayed = Delayed(delay=STEPS_AHEAD)
     with report:
@@ -81,13 +73,31 @@ def main() -> None:
             if i % args.eval_every == 0 or i == args.steps:
                 report.steps(delayed.flush())
                 report.evaluation(i, evaluate(model, text, args, mesh))
-        report.print(
-            f"\nsample at temperature {args.temperature}:\n{args.prompt}{generate_text(model, args)}\n"
-        )
+    report.print(f"\nsample at temperature {args.temperature}:\n{generate_text(model, args)}\n")
     if get_rank() == 0:
-        title = f"{num_parameters / 1e6:.2f} M parameters, {args.strategy} over {mesh_text(mesh)}"
-        report.plot(plot_path, title=title, chance=text.loss_of_frequencies())
-        report.print(f"metrics     {metrics_path}\nloss curve  {plot_path}")
+        report.plot(plot_path, title=run, chance=text.loss_of_frequencies())
+    report.print(f"metrics     {metrics_path}\nloss curve  {plot_path}")
+
+
+def build(
+    args: argparse.Namespace, config: TransformerConfig, mesh: DeviceMesh
+) -> tuple[Transformer, jaxpar.TrainStep, optax.Schedule]:
+    """The model in its parallel form, the step that trains it, and its learning rate by step."""
+    model = jaxpar.init_sharded(
+        lambda: Transformer(config, rngs=nnx.Rngs(args.seed)),
+        lambda model: STRATEGIES[args.strategy](model, mesh),
+    )
+    schedule = learning_rate(args)
+    step = jaxpar.TrainStep(
+        loss_fn,
+        model,
+        nnx.Optimizer(model, adamw(schedule), wrt=nnx.Param),
+        mesh=mesh,
+        batch_axes=("dp",),
+        accumulate=args.accumulate,
+        clip_norm=args.clip_norm or None,
+    )
+    return model, step, schedule
 
 
 def evaluate(model: Transformer, text: Corpus, args: argparse.Namespace, mesh: DeviceMesh) -> float:
@@ -99,17 +109,19 @@ def evaluate(model: Transformer, text: Corpus, args: argparse.Namespace, mesh: D
     return float(np.mean(losses))
 
 
-evaluation_loss = nnx.jit(loss_fn)
-
-
 def generate_text(model: Transformer, args: argparse.Namespace) -> str:
-    """What the model writes after --prompt; every process computes it, since every process holds the model."""
-    prompt = np.frombuffer(args.prompt.encode(), np.uint8)[None]
-    key = jax.random.key(args.seed)
+    """--prompt and how the model goes on; every process computes it, since every process holds the model."""
+    prompt = np.frombuffer(args.prompt.encode() or b"\n", np.uint8)
     tokens = generate(
-        model, prompt, args.sample_bytes, temperature=args.temperature, key=key, window=args.seq
+        model,
+        prompt[None],
+        args.sample_bytes,
+        temperature=args.temperature,
+        key=jax.random.key(args.seed),
+        window=args.seq,
     )
-    return bytes(np.asarray(tokens[0], np.uint8)).decode(errors="replace")
+    text = bytes([*prompt, *np.asarray(tokens[0])]).decode(errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
 def own_rows(windows: np.ndarray) -> np.ndarray:
@@ -131,6 +143,7 @@ def adamw(schedule: optax.Schedule) -> optax.GradientTransformation:
 
 
 def model_config(args: argparse.Namespace) -> TransformerConfig:
+    """The preset with --width and --depth in place of its own."""
     config = preset(args.preset, dtype=jnp.dtype(args.dtype))
     if args.depth:
         config = dataclasses.replace(config, depth=args.depth)
@@ -140,6 +153,7 @@ def model_config(args: argparse.Namespace) -> TransformerConfig:
 
 
 def read_text(args: argparse.Namespace) -> Corpus:
+    """The text of --data, or of Python's own library; enough for one window or an error."""
     files = corpus.files_under(args.data) if args.data else corpus.standard_library_files()
     text = corpus.read_corpus(files, max_bytes=args.max_bytes)
     shorter = min(text.train.size, text.held_out.size)
@@ -152,6 +166,7 @@ def read_text(args: argparse.Namespace) -> Corpus:
 
 
 def check_batch(args: argparse.Namespace, *, num_parts: int) -> None:
+    """Does the global batch split over devices and accumulation?"""
     unit = num_parts * args.accumulate
     if args.batch % unit:
         below, above = args.batch // unit * unit, -(-args.batch // unit) * unit
@@ -169,119 +184,8 @@ def output_paths(args: argparse.Namespace) -> tuple[Path, Path]:
 
 
 def mesh_text(mesh: DeviceMesh) -> str:
+    """`dp=2`, as --mesh takes it."""
     return ",".join(f"{name}={mesh.size(name)}" for name in mesh.axis_names)
-
-
-def parse_mesh(text: str) -> dict[str, int]:
-    """`dp=2` -> {"dp": 2}."""
-    try:
-        sizes = {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a mesh; write axis=size, for example dp=2"
-        ) from None
-    if set(sizes) != {"dp"}:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: the axis of --strategy ddp is dp; write dp={math.prod(sizes.values())}"
-        )
-    return sizes
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    introduction, examples, rest = (__doc__ or "").split("\n\n")
-    parser = argparse.ArgumentParser(
-        usage="train_lm.py [--flag value ...]     (--help explains every flag)",
-        description=introduction,
-        epilog=f"examples:\n{examples}\n\n{rest}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    data = parser.add_argument_group("text")
-    data.add_argument(
-        "--data", nargs="+", type=Path, metavar="PATH", help="files or folders (default: Python's library)"
-    )
-    data.add_argument(
-        "--max-bytes", type=positive, default=8_000_000, help="read at most so much text (default: 8e6)"
-    )
-    data.add_argument(
-        "--seq", type=positive, default=128, help="bytes that the model sees at once (default: 128)"
-    )
-
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--preset", choices=PRESETS, default="small", help="tiny, small, medium or large (default: small)"
-    )
-    model.add_argument(
-        "--width", type=positive, help="replaces the preset's width; the MLP is 3 times as wide"
-    )
-    model.add_argument("--depth", type=positive, help="replaces the preset's number of blocks")
-    model.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="what layers compute in; parameters stay float32. bfloat16 is fast on GPUs and slow on CPUs",
-    )
-
-    parallel = parser.add_argument_group("parallelism")
-    parallel.add_argument(
-        "--strategy", choices=STRATEGIES, default="ddp", help="ddp: each device holds the whole model"
-    )
-    parallel.add_argument(
-        "--mesh",
-        type=parse_mesh,
-        default={"dp": -1},
-        metavar="dp=N",
-        help="devices by axis; their product is the number of devices of all processes (default: dp = all)",
-    )
-
-    training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=positive, default=300, help="optimizer steps (default: 300)")
-    training.add_argument(
-        "--batch", type=positive, default=32, help="windows in a step, all devices together (default: 32)"
-    )
-    training.add_argument(
-        "--accumulate", type=positive, default=1, help="compute each step's batch in so many parts"
-    )
-    training.add_argument("--lr", type=float, default=3e-3, help="highest learning rate (default: 3e-3)")
-    training.add_argument(
-        "--warmup", type=int, help="steps of rising rate before the cosine (default: 20, or a tenth)"
-    )
-    training.add_argument(
-        "--clip-norm", type=float, default=1.0, help="largest gradient norm, 0 for no limit (default: 1)"
-    )
-    training.add_argument(
-        "--seed", type=int, default=0, help="of parameters, batches and sample (default: 0)"
-    )
-
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--eval-every", type=positive, default=100, help="steps between evaluations (default: 100)"
-    )
-    output.add_argument(
-        "--eval-batches", type=positive, default=8, help="held-out batches in each (default: 8)"
-    )
-    output.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="where results go (default: runs/lm-DATE-TIME)"
-    )
-    output.add_argument(
-        "--metrics", type=Path, metavar="FILE", help="JSON lines (default: metrics.jsonl in the folder)"
-    )
-    output.add_argument(
-        "--plot", type=Path, metavar="FILE", help="loss curve (default: loss.png in the folder)"
-    )
-    output.add_argument("--prompt", default="def ", help="what the sample starts with (default: 'def ')")
-    output.add_argument(
-        "--sample-bytes", type=positive, default=300, help="length of the sample (default: 300)"
-    )
-    output.add_argument(
-        "--temperature", type=float, default=0.7, help="0: always the likeliest byte (default: 0.7)"
-    )
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

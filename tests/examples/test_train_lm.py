@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import corpus
+import flags
 import numpy as np
 import pytest
 import train_lm
@@ -49,7 +50,7 @@ def test_wrong_data_is_one_line_that_says_what_to_write(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("words", "message"),
     [
         ("--mesh 2", "'2' is not a mesh; write axis=size, for example dp=2"),
         ("--mesh tp=4", "the axis of --strategy ddp is dp; write dp=4"),
@@ -59,9 +60,9 @@ def test_wrong_data_is_one_line_that_says_what_to_write(tmp_path: Path) -> None:
         ("--strategy fsdp", "invalid choice: 'fsdp'"),
     ],
 )
-def test_wrong_flags_say_what_to_write(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_say_what_to_write(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        train_lm.parse_args(flags.split())
+        flags.parse_args(train_lm.__doc__, strategies=("ddp",), argv=words.split())
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) == 2
 
@@ -76,7 +77,7 @@ def test_batch_that_does_not_divide_names_the_next_ones(batch: int, choices: str
 
 def test_help_has_the_commands_to_start_with(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        train_lm.parse_args(["--help"])
+        flags.parse_args(train_lm.__doc__, strategies=("ddp",), argv=["--help"])
     assert "jaxpar-launch --nproc-per-node 2 examples/train_lm.py" in capsys.readouterr().out
 
 

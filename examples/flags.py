@@ -1,0 +1,111 @@
+"""The flags of `train_lm.py`, grouped as --help shows them; a wrong one is answered with what to write."""
+
+import argparse
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from transformer import PRESETS
+
+
+def parse_args(
+    manual: str, *, strategies: Iterable[str], argv: Sequence[str] | None = None
+) -> argparse.Namespace:
+    """Parse the command line; `manual` is three paragraphs: a sentence, commands to start with, the rest."""
+    introduction, commands, rest = manual.split("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="train_lm.py",
+        usage="train_lm.py [--flag value ...]     (--help explains every flag)",
+        description=introduction,
+        epilog=f"examples:\n{commands}\n\n{rest}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    text = Group(parser, "text")
+    text.path("--data", "files or folders (default: the sources of Python's own library)", many=True)
+    text.count("--max-bytes", 8_000_000, "read at most so much text")
+    text.count("--seq", 128, "bytes that the model sees at once")
+
+    model = Group(parser, "model")
+    model.choice("--preset", PRESETS, "small", "size of the model")
+    model.count("--width", None, "replaces the preset's width; the MLP is 3 times as wide")
+    model.count("--depth", None, "replaces the preset's number of blocks")
+    model.choice(
+        "--dtype",
+        ("float32", "bfloat16"),
+        "float32",
+        "what layers compute in; parameters stay float32, and CPUs are slow at bfloat16",
+    )
+
+    parallelism = Group(parser, "parallelism")
+    parallelism.choice("--strategy", strategies, "ddp", "ddp: every device holds the whole model")
+    parallelism.mesh("--mesh", "devices by axis (default: all devices of all processes)")
+
+    training = Group(parser, "training")
+    training.count("--steps", 300, "optimizer steps")
+    training.count("--batch", 32, "windows of text in a step, all devices together")
+    training.count("--accumulate", 1, "compute each step's batch in so many parts")
+    training.number("--lr", 3e-3, "highest learning rate")
+    training.count("--warmup", None, "steps until it is reached (default: 20, or a tenth of few)")
+    training.number("--clip-norm", 1.0, "largest gradient norm; 0 for no limit")
+    training.number("--seed", 0, "of parameters, batches and sample")
+
+    output = Group(parser, "output")
+    output.path("--out", "folder for what follows (default: runs/lm-DATE-TIME)")
+    output.path("--metrics", "JSON lines (default: metrics.jsonl in that folder)")
+    output.path("--plot", "loss curve (default: loss.png in that folder)")
+    output.count("--eval-every", 100, "steps between evaluations on held-out files")
+    output.count("--eval-batches", 8, "batches in each evaluation")
+    output.text("--prompt", "def ", "what the sample starts with")
+    output.count("--sample-bytes", 300, "length of the sample")
+    output.number("--temperature", 0.7, "of the sample; 0 takes the likeliest byte always")
+    return parser.parse_args(argv)
+
+
+class Group:
+    """One headline of --help; a method per kind of flag."""
+
+    def __init__(self, parser: argparse.ArgumentParser, title: str) -> None:
+        self._add = parser.add_argument_group(title).add_argument
+
+    def count(self, flag: str, default: int | None, text: str) -> None:
+        self._add(flag, type=_count, metavar="N", default=default, help=_with_default(text, default))
+
+    def number(self, flag: str, default: float, text: str) -> None:
+        self._add(flag, type=type(default), metavar="X", default=default, help=_with_default(text, default))
+
+    def text(self, flag: str, default: str, text: str) -> None:
+        self._add(flag, metavar="TEXT", default=default, help=_with_default(text, repr(default)))
+
+    def choice(self, flag: str, choices: Iterable[str], default: str, text: str) -> None:
+        self._add(flag, choices=tuple(choices), default=default, help=_with_default(text, default))
+
+    def path(self, flag: str, text: str, *, many: bool = False) -> None:
+        self._add(flag, type=Path, metavar="PATH", nargs="+" if many else None, help=text)
+
+    def mesh(self, flag: str, text: str) -> None:
+        self._add(flag, type=_mesh, metavar="dp=N", default={"dp": -1}, help=text)
+
+
+def _with_default(text: str, default: object) -> str:
+    return text if default is None else f"{text} (default: {default})"
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _mesh(text: str) -> dict[str, int]:
+    """`dp=2` -> {"dp": 2}."""
+    try:
+        sizes = {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a mesh; write axis=size, for example dp=2"
+        ) from None
+    if set(sizes) != {"dp"}:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: the axis of --strategy ddp is dp; write dp={math.prod(sizes.values())}"
+        )
+    return sizes
