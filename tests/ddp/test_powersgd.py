@@ -147,9 +147,9 @@ def test_orthonormal_columns_whatever_the_matrix(p: np.ndarray, rank: int) -> No
 def test_training_with_two_thin_all_reduces() -> None:
     """The loss falls, parameters are equal on all devices, and the bytes are those of the factors."""
     mesh = init_device_mesh((4,), ("dp",), devices=jax.devices()[:4])
-    model = nnx.Sequential(
-        nnx.Linear(32, 64, rngs=nnx.Rngs(0)), jax.nn.relu, nnx.Linear(64, 8, rngs=nnx.Rngs(1))
-    )
+    rngs, init = nnx.Rngs(0), nnx.initializers.uniform(0.1)
+    first, last = (nnx.Linear(*size, rngs=rngs, kernel_init=init) for size in ((32, 64), (64, 8)))
+    model = nnx.Sequential(first, jax.nn.relu, last)
     hook = PowerSGD(2, start_powerSGD_iter=2)
     DistributedDataParallel(model, mesh, comm_hook=hook)
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
