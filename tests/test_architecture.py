@@ -1,6 +1,6 @@
 """The shape of the house: import arrows point down, the launcher is standard library only, one version quarantine.
 
-    jaxpar_launch <- _errors <- _compat, _pytree, _module, _mean <- mesh <- ddp | data | debug | _init_sharded <- train
+jaxpar_launch <- _errors <- _compat, _pytree, _module, _mean <- mesh <- ddp | data | debug | _init_sharded <- train
 """
 
 import ast
@@ -51,17 +51,23 @@ def test_semi_public_jax_names_and_versions_stay_in_compat() -> None:
 
 
 def test_environment_is_read_in_two_files() -> None:
-    readers = {name for name, tree in trees(sources("jaxpar", "launch/jaxpar_launch")) if reads_environment(tree)}
+    readers = {
+        name for name, tree in trees(sources("jaxpar", "launch/jaxpar_launch")) if reads_environment(tree)
+    }
     assert readers <= ENVIRONMENT_READERS
 
 
 def test_no_file_is_longer_than_one_concept_needs() -> None:
-    long = {p.relative_to(ROOT): n for p in ROOT.rglob("*.py") if is_ours(p) and (n := num_lines(p)) > MAX_LINES}
+    long = {
+        p.relative_to(ROOT): n for p in ROOT.rglob("*.py") if is_ours(p) and (n := num_lines(p)) > MAX_LINES
+    }
     assert long == {}
 
 
 def test_check_vma_is_never_switched_off() -> None:
-    off = [name for name, tree in trees(sources("jaxpar", "examples", "benchmarks")) if switches_off_vma(tree)]
+    off = [
+        name for name, tree in trees(sources("jaxpar", "examples", "benchmarks")) if switches_off_vma(tree)
+    ]
     assert off == []
 
 
@@ -81,7 +87,9 @@ def test_these_tests_can_fail(tmp_path: Path, part: str, text: str, check: str) 
     path = tmp_path / "jaxpar" / part / "_x.py"
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    found = {"arrows": broken_arrows, "quarantine": quarantine_breaks, "stdlib": foreign_imports}[check]([path])
+    found = {"arrows": broken_arrows, "quarantine": quarantine_breaks, "stdlib": foreign_imports}[check](
+        [path]
+    )
     assert len(found) == 1
 
 
@@ -101,7 +109,10 @@ def num_lines(path: Path) -> int:
 
 def trees(paths: list[Path]) -> Iterator[tuple[str, ast.Module]]:
     for path in paths:
-        yield str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name, ast.parse(path.read_text())
+        yield (
+            str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name,
+            ast.parse(path.read_text()),
+        )
 
 
 def part_of(path: Path) -> str:
@@ -150,14 +161,17 @@ def quarantine_breaks(paths: list[Path]) -> list[tuple[str, str]]:
             (path.name, ast.unparse(node))
             for node in ast.walk(tree)
             if isinstance(node, ast.Attribute)
-            and ast.unparse(node).startswith(("jax.__version", "jax._src", "jax.extend.", "jax.interpreters."))
+            and ast.unparse(node).startswith(
+                ("jax.__version", "jax._src", "jax.extend.", "jax.interpreters.")
+            )
         ]
     return broken
 
 
 def reads_environment(tree: ast.Module) -> bool:
     return any(
-        isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv") for node in ast.walk(tree)
+        isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")
+        for node in ast.walk(tree)
     )
 
 

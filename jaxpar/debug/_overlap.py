@@ -51,7 +51,7 @@ class ScheduledCollective:
         return self.collective.bytes * self.collective.count
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OverlapReport:
     """The collectives of a scheduled program, and the shares of their bytes that can hide.
 
@@ -95,6 +95,8 @@ class OverlapReport:
             f"{table}\n{format_bytes(self.total_bytes)} per device and run: {self.async_fraction:.0%} asynchronous, "
             f"{self.overlapped_fraction:.0%} with a matmul between start and done"
         )
+
+    __repr__ = __str__
 
     def _share(self, part: Iterator[int]) -> float:
         return sum(part) / self.total_bytes if self.total_bytes else math.nan

@@ -78,7 +78,7 @@ class Collective:
         return "forward" if "jvp(" in self.op_name else ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CollectiveTable:
     """All collectives of one program, in program order.
 
@@ -133,6 +133,8 @@ class CollectiveTable:
     def __str__(self) -> str:
         rows = self._cells()
         return format_table(_HEADER, rows, right=_RIGHT) if rows else "no collectives"
+
+    __repr__ = __str__
 
     def __rich__(self) -> rich.table.Table:
         return rich_table(_HEADER, self._cells(), right=_RIGHT)

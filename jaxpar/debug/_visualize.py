@@ -19,7 +19,7 @@ _HEADER = ("leaf", "dtype", "shape", "per device", "spec", "bytes per device")
 _RIGHT = (5,)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ShardingPicture:
     """The layout of one array; prints as a grid of slices and devices, draws itself in notebooks."""
 
@@ -30,6 +30,8 @@ class ShardingPicture:
         if rank > 2:
             return "\n".join([self.layout.title, *_dim_lines(self.layout)])
         return f"{self.layout.title}\n{format_table(*_grid(self.layout))}"
+
+    __repr__ = __str__
 
     def __rich__(self) -> rich.table.Table:
         rank = len(self.layout.shape)
@@ -50,7 +52,7 @@ class ShardingPicture:
         rich.console.Console().print(self)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ShardingTable:
     """The layouts of all leaves of a model or pytree, by dotted name.
 
@@ -74,6 +76,8 @@ class ShardingTable:
 
     def __str__(self) -> str:
         return format_table(_HEADER, self._rows(), right=_RIGHT)
+
+    __repr__ = __str__
 
     def __rich__(self) -> rich.table.Table:
         return rich_table(_HEADER, self._rows(), right=_RIGHT)

@@ -36,7 +36,7 @@ class RedistributionStep:
             (`reorder`); None if no dim is concerned.
         to_dim: Dim that gains the axes in an `exchange`; None otherwise.
         op: Reduce op of partial axes; None otherwise.
-        collective: The operation in the compiled program, e.g. `all-gather`; None if nothing is sent.
+        collective: The operation in the compiled program, as `jaxpar.debug` names it; None if nothing is sent.
         local_shape: Shape on each device after the step.
         sent_bytes: Bytes that each device sends in a ring.
         after: The layout after the step.
@@ -64,7 +64,7 @@ class RedistributionStep:
         return f"{text:<40} -> {list(self.local_shape)} per device, sends {self.sent_bytes:,} bytes"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RedistributionPlan:
     """Steps that bring an array from one layout to another; `redistribute` executes exactly these.
 
@@ -90,6 +90,8 @@ class RedistributionPlan:
         lines = [f"  {number}. {step}" for number, step in enumerate(self.steps, 1)] or ["  nothing to do"]
         total = f"  in all {len(self.collectives)} collectives, {self.sent_bytes:,} bytes sent by each device"
         return "\n".join([self.title, *lines, total])
+
+    __repr__ = __str__
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ def _gathers_and_exchanges(extent: Extent, layout: Layout, target: Layout) -> It
             ranks, local = extent.num_ranks(inner), extent.local_bytes(layout)
             gathered = layout.without(inner)
             yield _step(
-                extent, gathered, "gather", inner, dim, collective="all-gather", sent=(ranks - 1) * local
+                extent, gathered, "gather", inner, dim, collective="all_gather", sent=(ranks - 1) * local
             )
             for to_dim, wanted in enumerate(target.dims):
                 if to_dim != dim and set(inner) <= set(wanted):
@@ -184,7 +186,7 @@ def _gathers_and_exchanges(extent: Extent, layout: Layout, target: Layout) -> It
                     # Padding of the gaining dim travels too.
                     moved = extent.local_bytes(_add(layout, to_dim, inner))
                     yield _step(
-                        extent, after, "exchange", inner, dim, to_dim=to_dim, collective="all-to-all",
+                        extent, after, "exchange", inner, dim, to_dim=to_dim, collective="all_to_all",
                         sent=(ranks - 1) * moved,
                     )  # fmt: skip
 
@@ -205,7 +207,7 @@ def _reorders(extent: Extent, layout: Layout, target: Layout) -> Iterator[Redist
             )
             sent = extent.local_bytes(layout)
             yield _step(
-                extent, after, "reorder", axes[first:], dim, collective="collective-permute", sent=sent
+                extent, after, "reorder", axes[first:], dim, collective="collective_permute", sent=sent
             )
 
 
@@ -226,9 +228,9 @@ def _reductions(extent: Extent, layout: Layout, target: Layout) -> Iterator[Redi
 def _reduce(extent: Extent, layout: Layout, axes: tuple[str, ...], op: str) -> RedistributionStep:
     ranks, local = extent.num_ranks(axes), extent.local_bytes(layout)
     if op == "product":  # no such collective: the terms are gathered and multiplied on each device
-        sent, collective = (ranks - 1) * local, "all-gather"
+        sent, collective = (ranks - 1) * local, "all_gather"
     else:
-        sent, collective = 2 * (ranks - 1) * local // ranks, "all-reduce"
+        sent, collective = 2 * (ranks - 1) * local // ranks, "all_reduce"
     return _step(extent, layout.without(axes), "reduce", axes, None, op=op, collective=collective, sent=sent)
 
 
@@ -238,7 +240,7 @@ def _reduce_scatter(
     after = _add(layout.without(axes), dim, axes)
     sent = (extent.num_ranks(axes) - 1) * extent.local_bytes(after)
     # Only sums have a reduce-scatter in jax.lax; other terms are exchanged and reduced on each device: the same bytes.
-    collective = "reduce-scatter" if op in ("sum", "avg") else "all-to-all"
+    collective = "reduce_scatter" if op in ("sum", "avg") else "all_to_all"
     return _step(extent, after, "reduce_scatter", axes, dim, op=op, collective=collective, sent=sent)
 
 

@@ -26,7 +26,7 @@ def split_output(output: Any) -> tuple[Mean, dict[str, PyTree]]:
         BatchError: the loss is no floating scalar, or the metrics are no dict.
     """
     loss, metrics = output if isinstance(output, tuple) else (output, {})
-    loss = loss if isinstance(loss, Mean) else Mean(loss, None)  # type: ignore[arg-type]
+    loss = _as_mean(loss)
     total = jnp.asarray(loss.total)
     if total.shape or not jnp.issubdtype(total.dtype, jnp.floating):
         raise BatchError(
@@ -39,12 +39,16 @@ def split_output(output: Any) -> tuple[Mean, dict[str, PyTree]]:
             f"TrainStep fills in; got {sorted(metrics) if isinstance(metrics, dict) else type(metrics).__name__}. "
             f"Write: return loss, {{'accuracy': jaxpar.Mean(hits.sum(), hits.size)}}"
         )
-    as_means = jax.tree.map(
-        lambda x: x if isinstance(x, Mean) else Mean(jnp.asarray(x), None),  # type: ignore[arg-type]
-        metrics,
-        is_leaf=lambda x: isinstance(x, Mean),
-    )
+    as_means = jax.tree.map(_as_mean, metrics, is_leaf=lambda x: isinstance(x, Mean))
     return Mean(total, loss.count), as_means
+
+
+def _as_mean(x: Any) -> Mean:
+    """A count that is a plain Python number is the same on every rank: the parts are equal then too."""
+    if isinstance(x, Mean) and not isinstance(x.count, int | float):
+        return x
+    part = divide(jnp.asarray(x.total), x.count) if isinstance(x, Mean) else jnp.asarray(x)
+    return Mean(part, None)  # type: ignore[arg-type]
 
 
 def sum_over_ranks(

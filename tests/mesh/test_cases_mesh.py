@@ -110,6 +110,6 @@ def test_mesh_4_tensor_then_data_parallel_on_one_dim(length, locals_):
 
 def test_mesh_4_the_order_of_nesting_is_kept_in_the_plan():
     x = redistribute(distribute(np.arange(8), square()["tp"], [Shard(0)]), [Shard(0)], square()["dp"])
-    assert redistribution_plan(x, (Replicate(), Replicate())).collectives == ("all-gather",)
-    assert redistribution_plan(x, (Replicate(), Shard(0))).collectives == ("all-gather",)
-    assert redistribution_plan(x, (Shard(0), Shard(0))).collectives == ("collective-permute",)
+    assert redistribution_plan(x, (Replicate(), Replicate())).collectives == ("all_gather",)
+    assert redistribution_plan(x, (Replicate(), Shard(0))).collectives == ("all_gather",)
+    assert redistribution_plan(x, (Shard(0), Shard(0))).collectives == ("collective_permute",)

@@ -1,0 +1,27 @@
+"""Trains three models for some steps on its part of the batch; every rank prints what all of them must agree on.
+
+argv: a folder with `batch.npz`, in which rank 0 leaves `result-<model>-<accumulate>.npz`.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import numpy as np
+import train_step_models as models
+
+import jaxpar
+from jaxpar.mesh import get_rank, get_world_size
+
+jaxpar.init_process_group()
+folder = Path(sys.argv[1])
+mesh = jaxpar.init_device_mesh((-1,), ("dp",))
+whole = dict(np.load(folder / "batch.npz"))
+rows = len(next(iter(whole.values()))) // get_world_size()
+mine = {name: x[get_rank() * rows : (get_rank() + 1) * rows] for name, x in whole.items()}
+for name in models.MODELS:
+    for accumulate in (1, 2):
+        losses, params = models.train(name, mine, mesh, accumulate=accumulate)
+        print(name, accumulate, losses, flush=True)
+        if get_rank() == 0:
+            np.savez(folder / f"result-{name}-{accumulate}.npz", *params, losses=losses)

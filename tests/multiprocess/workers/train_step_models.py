@@ -1,0 +1,80 @@
+"""The models that test_train_step.py trains in one process and in several."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jaxpar
+from jaxpar.ddp import DistributedDataParallel, convert_sync_batchnorm
+
+NUM_STEPS = 3
+
+
+class MLP(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.hidden = nnx.Linear(16, 32, rngs=rngs)
+        self.drop = nnx.Dropout(0.2, rngs=rngs)
+        self.out = nnx.Linear(32, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.out(self.drop(jnp.tanh(self.hidden(x))))
+
+
+class ResNet(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.stem = nnx.Conv(1, 4, (3, 3), rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.conv = nnx.Conv(4, 4, (3, 3), rngs=rngs)
+        self.out = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = jnp.tanh(self.norm(self.stem(x.reshape(-1, 4, 4, 1))))
+        return self.out((x + self.conv(x)).mean((1, 2)))
+
+
+class Transformer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Linear(1, 16, rngs=rngs)
+        self.norm = nnx.LayerNorm(16, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(num_heads=2, in_features=16, decode=False, rngs=rngs)
+        self.out = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        h = self.embed(x[:, :, None])
+        return self.out((h + self.attention(self.norm(h))).mean(1))
+
+
+MODELS = {"MLP": MLP, "ResNet": ResNet, "Transformer": Transformer}
+
+
+def make_batch() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    weights = np.ones(16, np.float32)
+    weights[[2, 5, 6, 7, 15]] = 0.0  # unequal counts per rank
+    x = rng.normal(size=(16, 16)).astype(np.float32)
+    return {"x": x, "y": rng.integers(0, 4, 16).astype(np.int32), "w": weights}
+
+
+def loss_fn(model: Any, batch: Any) -> jaxpar.Mean:
+    losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
+    return jaxpar.Mean((losses * batch["w"]).sum(), batch["w"].sum())
+
+
+def train(name: str, batch: Any, mesh: Any, *, accumulate: int) -> tuple[list[float], list[np.ndarray]]:
+    """Returns the losses of the steps, and all floating variables after them, batch statistics included."""
+
+    def parallelize(model: nnx.Module) -> None:
+        if isinstance(model, ResNet):
+            convert_sync_batchnorm(model, mesh)
+        DistributedDataParallel(model, mesh, bucket_bytes=1024, first_bucket_bytes=256)
+
+    model = jaxpar.init_sharded(lambda: MODELS[name](nnx.Rngs(0)), parallelize)
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+    step = jaxpar.TrainStep(loss_fn, model, optimizer, mesh=mesh, accumulate=accumulate, clip_norm=1.0)
+    losses = [float(step(batch)["loss"]) for _ in range(NUM_STEPS)]
+    state = nnx.state(model, (nnx.Param, nnx.BatchStat))
+    return losses, [np.asarray(x) for x in jax.tree.leaves(state)]
