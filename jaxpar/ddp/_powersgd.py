@@ -8,6 +8,7 @@ everywhere           P Q^T  ~  sum_r M_r               one step of power iterati
 error of rank r      M_r - P Q_r^T                     so that  (sum sent) + (sum of errors) = (true sum)
 """
 
+import functools
 import math
 from dataclasses import KW_ONLY, dataclass
 
@@ -129,10 +130,8 @@ class PowerSGD:
         ]
         ps = [_matmul(m, self._start(m, states[i])) for i, m in zip(chosen, ms, strict=True)]
         first = bucket.all_reduce((*(p.astype(dtype) for p in ps), *(bucket.gradients[i] for i in plain)))
-        bases = [
-            orthonormal(p.astype(m.dtype), epsilon=self.orthogonalization_epsilon)
-            for p, m in zip(first, ms, strict=False)
-        ]
+        wide = [p.astype(m.dtype) for p, m in zip(first, ms, strict=False)]
+        bases = _orthonormal_together(wide, epsilon=self.orthogonalization_epsilon)
         mine = [_matmul(m.T, basis).astype(dtype) for m, basis in zip(ms, bases, strict=True)]
         qs = bucket.all_reduce(tuple(mine))
         out = dict(zip(plain, first[len(chosen) :], strict=True))
@@ -172,16 +171,25 @@ def orthonormal(p: jax.Array, *, epsilon: float = 0) -> jax.Array:
     those before it. Not QR: factorisations of thin matrices are slow on accelerators.
     """
     noise = 8 * jnp.finfo(p.dtype).eps
-    basis = jnp.zeros_like(p)
+    basis = p[:, :0]
     for column in range(p.shape[1]):
         x = divide(p[:, column], jnp.max(jnp.abs(p[:, column])))  # squares of small numbers would underflow
         before = jnp.linalg.norm(x)
-        for _ in range(2):
+        for _ in range(2 if column else 0):
             x = x - _matmul(basis, _matmul(basis.T, x))
         norm = jnp.linalg.norm(x)
         x = jnp.where(norm > noise * before, divide(x, norm + epsilon), 0)
-        basis = basis.at[:, column].set(x)
+        basis = jnp.concatenate([basis, x[:, None]], axis=1)
     return basis
+
+
+def _orthonormal_together(ps: list[jax.Array], *, epsilon: float) -> list[jax.Array]:
+    """`orthonormal` of each, as one batch: few small operations instead of many. Rows and columns of zeros, which
+    fill the smaller ones up, change nothing."""
+    rows, rank = (max(p.shape[d] for p in ps) for d in (0, 1))
+    batch = jnp.stack([jnp.pad(p, ((0, rows - p.shape[0]), (0, rank - p.shape[1]))) for p in ps])
+    bases = jax.vmap(functools.partial(orthonormal, epsilon=epsilon))(batch)
+    return [basis[: p.shape[0], : p.shape[1]] for basis, p in zip(bases, ps, strict=True)]
 
 
 def _with_error(gradient: jax.Array, shape: tuple[int, int], state: State) -> jax.Array:
