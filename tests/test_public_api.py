@@ -1,17 +1,74 @@
 """The public names are frozen: adding or removing one is a decision, and each has a docstring."""
 
+import importlib
 import inspect
-from types import ModuleType
+
+import pytest
 
 PUBLIC = {
-    "jaxpar": {"Mean", "TrainStep", "init_device_mesh", "init_process_group", "init_sharded"},
+    "jaxpar": """
+        Mean TrainStep init_device_mesh init_process_group init_sharded
+    """,
+    "jaxpar.mesh": """
+        DeviceMesh MeshLike Partial PlacedArray Placement RedistributionPlan RedistributionStep Replicate
+        Shard all_gather all_gather_object all_reduce all_to_all as_device_mesh as_jax_mesh
+        assert_same_everywhere axes_of axis_size barrier broadcast broadcast_object destroy_process_group
+        distribute empty from_local full full_array gather get_local_rank get_rank get_world_size
+        init_device_mesh init_process_group is_initialized normal ones permute placements_of
+        placements_to_sharding placements_to_spec process_allgather redistribute redistribution_plan reduce
+        reduce_scatter ring_shift scatter spec_to_placements to_local uniform warm_up zeros
+    """,
+    "jaxpar.ddp": """
+        Bucket CommHook DistributedDataParallel GradBucket Group PowerSGD StatefulHook allreduce_hook
+        assign_buckets bf16_compress_hook bucketed_all_reduce convert_sync_batchnorm fp16_compress_hook
+    """,
+    "jaxpar.data": """
+        DistributedSampler global_batch join pad_batch
+    """,
+    "jaxpar.debug": """
+        Collective CollectiveTable CompilationCount MemoryUse OverlapReport ScheduledCollective
+        ShardingPicture ShardingTable assert_collectives collectives count_compilations memory overlap
+        topology visualize_sharding
+    """,
+    "jaxpar.train": """
+        TrainStep clip_grad_norm total_norm
+    """,
+    "jaxpar_launch": """
+        Failure LaunchFailedError LaunchResult LaunchSpec LaunchSpecError LaunchTimeoutError StreamChoice
+        WorkerEnvError launch
+    """,
 }
-SUBPACKAGES = {"mesh", "ddp", "data", "debug", "train"}
 
 
-def public_names(module: ModuleType) -> set[str]:
-    return {
+def public_names(module: str) -> set[str]:
+    names = vars(importlib.import_module(module)).items()
+    return {name for name, value in names if not name.startswith("_") and not inspect.ismodule(value)}
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_names_are_the_frozen_ones(module: str) -> None:
+    assert public_names(module) == set(PUBLIC[module].split())
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_name_has_a_docstring_of_its_own(module: str) -> None:
+    found = vars(importlib.import_module(module))
+    for name in public_names(module):
+        value = found[name]
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert value.__doc__ and not value.__doc__.startswith(f"{name}("), name
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_function_shows_an_example_or_is_named_here(module: str) -> None:
+    found = vars(importlib.import_module(module))
+    without = {
         name
-        for name, value in vars(module).items()
-        if not name.startswith("_") and not inspect.ismodule(value)
+        for name in public_names(module)
+        if inspect.isfunction(found[name]) and ">>>" not in (found[name].__doc__ or "")
     }
+    assert without <= WITHOUT_EXAMPLE
+
+
+# Hooks are shown where they are given (`DistributedDataParallel`); the compiler for other devices is an extra.
+WITHOUT_EXAMPLE = {"allreduce_hook", "bf16_compress_hook", "fp16_compress_hook", "overlap", "topology"}

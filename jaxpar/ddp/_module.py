@@ -6,7 +6,7 @@ model            the same object, its class swapped: in a training step (manual 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 from flax import nnx
@@ -20,6 +20,7 @@ from jaxpar.mesh import MeshLike, as_jax_mesh, axes_of
 from jaxpar.mesh._place import place
 
 CONFIG = "_jaxpar_ddp"
+BufferSync = Literal["broadcast", "mean"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class DDPConfig:
 
     axes: tuple[str, ...]
     reduction: Reduction = field(default_factory=Reduction)
-    sync_buffers: Literal["broadcast"] = "broadcast"
+    sync_buffers: BufferSync = "broadcast"
 
 
 def DistributedDataParallel(
@@ -44,6 +45,7 @@ def DistributedDataParallel(
     bucket_bytes: int | Sequence[int] = DEFAULT_BUCKET_BYTES,
     first_bucket_bytes: int = DEFAULT_FIRST_BUCKET_BYTES,
     comm_hook: Hook = allreduce_hook,
+    sync_buffers: BufferSync = "broadcast",
     flatten_below_bytes: int | None = None,
 ) -> ModuleT:
     """Replicates a model over a mesh and sums its gradients in buckets, inside the backward pass.
@@ -51,7 +53,7 @@ def DistributedDataParallel(
     Forward: nothing moves. Backward: one all-reduce over the mesh's axes per bucket, each issued when the last of
     its gradients is ready, so it travels while earlier layers are still computing. At wrapping, parameters and
     buffers become those of process 0. Buffers that a step makes differ between ranks (BatchNorm statistics of
-    local batches) become rank 0's; use `convert_sync_batchnorm` for statistics of the global batch.
+    local batches) are made equal after it; use `convert_sync_batchnorm` for statistics of the global batch.
 
     A parameter that the loss does not use gets a zero gradient (on all ranks, in every step); wrap the optimizer in
     `optax.masked` where weight decay must leave it alone. `nnx.Dropout` inside draws its masks by position in the
@@ -64,6 +66,8 @@ def DistributedDataParallel(
             (row P4), and `first_bucket_bytes` then has no meaning.
         first_bucket_bytes: the same for the first bucket, whose gradients are ready first.
         comm_hook: what goes over the wire (`jaxpar.ddp.bf16_compress_hook`, `PowerSGD(...)`).
+        sync_buffers: what such buffers become: rank 0's (`"broadcast"`, as PyTorch's `forward_sync_buffers`, row P9) or
+            their `"mean"`. They travel with the loss; there is no third way, since a replicated array is one array.
         flatten_below_bytes: gradients of a bucket that are smaller than this share one flat buffer. Default: all of
             them, except between CPU devices of one process, where copies of large ones cost more.
 
@@ -91,6 +95,11 @@ def DistributedDataParallel(
             f"{type(model).__name__} is wrapped in DistributedDataParallel already; gradients would be summed twice. "
             f"Call it once, on the whole model."
         )
+    if sync_buffers not in get_args(BufferSync):
+        raise ParallelizeError(
+            f"sync_buffers={sync_buffers!r} is neither 'broadcast' (rank 0's buffers) nor 'mean'. Buffers of a replicated "
+            f"model cannot stay different: drop the argument, or write sync_buffers='mean'."
+        )
     if not nnx.to_flat_state(nnx.state(model, nnx.Param)):
         raise ParallelizeError(
             f"{type(model).__name__} has no nnx.Param: there is no gradient to average. Wrap the module that holds the "
@@ -105,7 +114,7 @@ def DistributedDataParallel(
         else flatten_below_bytes,
     )
     put_on_mesh(model, mesh)
-    return swap_class(model, "DDP", _call, {CONFIG: DDPConfig(axes_of(mesh), reduction)})
+    return swap_class(model, "DDP", _call, {CONFIG: DDPConfig(axes_of(mesh), reduction, sync_buffers)})
 
 
 def default_flatten_below_bytes(mesh: MeshLike) -> int:

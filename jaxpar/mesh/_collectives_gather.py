@@ -78,6 +78,14 @@ def gather(x: PyTree, axis: AxisNames, *, root: int = 0, dim: int = 0) -> PyTree
 
     Raises:
         CollectiveError: Outside shard_map, unknown axis, no such dim, or the root is not on the axis.
+
+    Example:
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from jaxpar.mesh import init_device_mesh
+        >>> mesh = init_device_mesh((4, 2), ("dp", "tp")).jax_mesh
+        >>> f = lambda x: gather(x, "dp", root=1)
+        >>> jax.shard_map(f, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))(jnp.arange(4.0))
+        Array([0., 0., 0., 0., 0., 1., 2., 3., 0., 0., 0., 0., 0., 0., 0., 0.],      dtype=float32)
     """
     axes = manual_axes("gather", axis)
     check_root("gather", root, axes)
@@ -108,6 +116,14 @@ def scatter(x: PyTree, axis: AxisNames, *, root: int = 0, dim: int = 0) -> PyTre
     Raises:
         CollectiveError: Outside shard_map, unknown axis, no such dim, it does not divide, or the root is not on
             the axis.
+
+    Example:
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from jaxpar.mesh import init_device_mesh
+        >>> mesh = init_device_mesh((4, 2), ("dp", "tp")).jax_mesh
+        >>> f = lambda x: scatter(x, "dp", root=1)
+        >>> jax.shard_map(f, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))(jnp.arange(16.0))
+        Array([4., 5., 6., 7.], dtype=float32)
     """
     axes = manual_axes("scatter", axis)
     check_root("scatter", root, axes)

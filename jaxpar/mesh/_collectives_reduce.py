@@ -86,6 +86,14 @@ def reduce(x: PyTree, axis: AxisNames, *, root: int = 0, op: ReduceOp = "sum") -
 
     Raises:
         CollectiveError: As `all_reduce`, or the root is not on the axis.
+
+    Example:
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from jaxpar.mesh import init_device_mesh
+        >>> mesh = init_device_mesh((4, 2), ("dp", "tp")).jax_mesh
+        >>> f = lambda x: reduce(x, "dp", root=1)
+        >>> jax.shard_map(f, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))(jnp.arange(4.0))
+        Array([0., 6., 0., 0.], dtype=float32)
     """
     axes = manual_axes("reduce", axis)
     check_op("reduce", op, _OPS)

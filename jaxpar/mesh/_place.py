@@ -7,6 +7,7 @@ anything else (one device, NumPy)        replicated; over several processes, pro
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
@@ -44,7 +45,7 @@ def _replicate(values: list[jax.Array], sharding: NamedSharding) -> list[jax.Arr
             jax.device_put(x, x.sharding, may_alias=False) if isinstance(x, jax.Array) else x for x in values
         ]
         return jax.device_put(copies, sharding)
-    is_key = [jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in values]
+    is_key = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in values]
     shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in values)
     assert_same_everywhere("placing arrays on a mesh", {"mesh": str(sharding.mesh), "arrays": shapes})
     raw = [np.asarray(jax.random.key_data(x) if key else x) for x, key in zip(values, is_key, strict=True)]

@@ -116,7 +116,7 @@ def redistribution_plan(
         >>> mesh = init_device_mesh((8,), ("dp",))
         >>> shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
         >>> redistribution_plan(shape, [Shard(1)], mesh, source=[Shard(0)]).collectives
-        ('all-to-all',)
+        ('all_to_all',)
     """
     on = mesh if mesh is not None else mesh_of(x)
     if on is None:

@@ -37,11 +37,12 @@ class LocalStep:
         merge: builds the model from parameter leaves and other leaves.
         split: takes the other leaves out of a model.
         param_axes: for each parameter, the batch axes over which it is replicated: its gradient is summed there.
-        rest_axes: the same for the other leaves: what differs there after the forward becomes rank 0's.
+        rest_axes: the same for the other leaves: what differs there after the forward is made equal.
         axes: batch axes of size above 1.
         num_ranks: product of their sizes.
         accumulate: number of microbatches.
         reduction: bucket sizes and hook.
+        is_buffer_mean: other leaves are made equal by their mean, instead of taking rank 0's.
     """
 
     loss_fn: Callable[[Any, Any], Any]
@@ -53,6 +54,7 @@ class LocalStep:
     num_ranks: int
     accumulate: int
     reduction: Reduction
+    is_buffer_mean: bool = False
 
     def __call__(
         self, params: Leaves, rest: Leaves, states: tuple[PyTree, ...], batch: PyTree
@@ -135,7 +137,9 @@ class LocalStep:
                     f"the ranks of {self.axes}. A replicated variable must be equal on all of them: reduce it with "
                     f"jaxpar.mesh.all_reduce, or make it floating to take rank 0's."
                 )
-        means, synced = sum_over_ranks(means, [rest[i] for i in differing], self.axes)
+        means, synced = sum_over_ranks(
+            means, [rest[i] for i in differing], self.axes, is_buffer_mean=self.is_buffer_mean
+        )
         rest = list(rest)
         for i, x in zip(differing, synced, strict=True):
             rest[i] = x

@@ -52,14 +52,15 @@ def _as_mean(x: Any) -> Mean:
 
 
 def sum_over_ranks(
-    means: PyTree, buffers: Sequence[jax.Array], axes: tuple[str, ...]
+    means: PyTree, buffers: Sequence[jax.Array], axes: tuple[str, ...], *, is_buffer_mean: bool = False
 ) -> tuple[PyTree, list[jax.Array]]:
-    """Sums all totals and counts over `axes`, and gives every rank the buffers of rank 0: one all-reduce in all.
+    """Sums all totals and counts over `axes`, and makes buffers equal: one all-reduce in all.
 
     Args:
         means: pytree of `Mean`, per device.
         buffers: floating arrays that may differ between the ranks of `axes`.
         axes: mesh axes; none means that nothing is done.
+        is_buffer_mean: buffers become their mean, instead of those of rank 0.
 
     Raises:
         BatchError: a loss or metric differs along another axis of the mesh.
@@ -69,8 +70,8 @@ def sum_over_ranks(
         return means, list(buffers)
     leaves, treedef = jax.tree.flatten(means)
     leaves = [jnp.asarray(x) for x in leaves]
-    first = jax.lax.axis_index(axes) == 0
-    kept = [jnp.where(first, x, jnp.zeros_like(x)) for x in buffers]
+    share = 1 / jax.lax.axis_size(axes) if is_buffer_mean else jax.lax.axis_index(axes) == 0
+    kept = [(x * share).astype(x.dtype) if is_buffer_mean else jnp.where(share, x, 0) for x in buffers]
     dtype = jnp.result_type(
         jnp.float32, *(x.dtype for x in leaves + kept if jnp.issubdtype(x.dtype, jnp.floating))
     )

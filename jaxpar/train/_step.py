@@ -104,6 +104,7 @@ class TrainStep:
                 f"trained. Build the optimizer with nnx.Optimizer(model, tx, wrt=nnx.Param)."
             )
         self._accumulate = accumulate
+        self._options = f"{batch_axes=}, {accumulate=}, {clip_norm=}, {clip_norm_type=}, {donate=}"
         self._clip = (
             None
             if clip_norm is None
@@ -120,6 +121,7 @@ class TrainStep:
             num_ranks=math.prod(self._mesh.shape[axis] for axis in live),
             accumulate=accumulate,
             reduction=config.reduction,
+            is_buffer_mean=config.sync_buffers == "mean",
         )
         self._states = self._init_hook_states()
         self._jitted = self._build(donate)
@@ -176,7 +178,7 @@ class TrainStep:
         facts = {
             "mesh": f"{dict(self._mesh.shape)} over devices {[d.id for d in self._mesh.devices.flat]}",
             "batch": str(shapes),
-            "options": f"batch_axes={self._batch_axes}, accumulate={self._accumulate}, clip={self._clip}",
+            "options": self._options,
             "program": hashlib.sha256(program.encode()).hexdigest(),
         }
         assert_same_everywhere("the first step of TrainStep", facts)

@@ -159,3 +159,30 @@ def test_frozen_variables_are_not_trained() -> None:
     make_step(model=model)(ROWS)
     assert float(model.scale[...]) == 2.0
     assert not np.array_equal(np.asarray(model.w[...]), np.ones((2, 1)))
+
+
+@pytest.mark.parametrize(("sync_buffers", "expected"), [("broadcast", 0.5), ("mean", 3.5)])
+def test_buffers_that_ranks_made_differ_are_made_equal_on_the_way_of_the_loss(
+    sync_buffers: Any, expected: float
+) -> None:
+    class Remembers(nnx.Module):
+        def __init__(self) -> None:
+            self.w, self.seen = nnx.Param(jnp.ones(())), nnx.BatchStat(jnp.zeros(()))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            self.seen[...] = x.mean()
+            return self.w[...] * x
+
+    mesh = init_device_mesh((4,), ("dp",), devices=jax.devices()[:4])
+    model = DistributedDataParallel(Remembers(), mesh, sync_buffers=sync_buffers)
+    step = make_step(lambda m, x: m(x).mean(), model=model, mesh=mesh)
+    rows = np.arange(8, dtype=np.float32)
+    step(rows)
+    assert [float(s.data) for s in model.seen[...].addressable_shards] == [expected] * 4
+    assert_collectives(step, rows, expected={("all_reduce", "dp"): 2})
+
+
+def test_buffers_cannot_stay_different() -> None:
+    mesh = init_device_mesh((4,), ("dp",), devices=jax.devices()[:4])
+    with pytest.raises(ParallelizeError, match=re.escape("sync_buffers=False is neither 'broadcast'")):
+        DistributedDataParallel(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), mesh, sync_buffers=False)  # type: ignore[arg-type]

@@ -19,9 +19,8 @@ mesh = jaxpar.init_device_mesh((-1,), ("dp",))
 whole = dict(np.load(folder / "batch.npz"))
 rows = len(next(iter(whole.values()))) // get_world_size()
 mine = {name: x[get_rank() * rows : (get_rank() + 1) * rows] for name, x in whole.items()}
-for name in models.MODELS:
-    for accumulate in (1, 2):
-        losses, params = models.train(name, mine, mesh, accumulate=accumulate)
-        print(name, accumulate, losses, flush=True)
-        if get_rank() == 0:
-            np.savez(folder / f"result-{name}-{accumulate}.npz", *params, losses=losses)
+for name, accumulate in models.CASES:
+    losses, params = models.train(name, mine, mesh, accumulate=accumulate)
+    print(name, accumulate, losses, flush=True)
+    if get_rank() == 0:
+        np.savez(folder / f"result-{name}-{accumulate}.npz", *params, losses=losses)

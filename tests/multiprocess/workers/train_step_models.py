@@ -26,7 +26,7 @@ class MLP(nnx.Module):
 
 class ResNet(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.stem = nnx.Conv(1, 4, (3, 3), rngs=rngs)
+        self.stem = nnx.Conv(1, 4, (3, 3), use_bias=False, rngs=rngs)  # a bias before BatchNorm has no gradient
         self.norm = nnx.BatchNorm(4, rngs=rngs)
         self.conv = nnx.Conv(4, 4, (3, 3), rngs=rngs)
         self.out = nnx.Linear(4, 4, rngs=rngs)
@@ -40,7 +40,7 @@ class Transformer(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Linear(1, 16, rngs=rngs)
         self.norm = nnx.LayerNorm(16, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(num_heads=2, in_features=16, decode=False, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(num_heads=2, in_features=16, decode=False, use_bias=False, rngs=rngs)
         self.out = nnx.Linear(16, 4, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -49,6 +49,9 @@ class Transformer(nnx.Module):
 
 
 MODELS = {"MLP": MLP, "ResNet": ResNet, "Transformer": Transformer}
+# (model, microbatches). Dropout draws by global row and BatchNorm sees one microbatch at a time: with several, their
+# rows are others than on one device, so only the transformer is compared in microbatches.
+CASES = (("MLP", 1), ("ResNet", 1), ("Transformer", 1), ("Transformer", 2))
 
 
 def make_batch() -> dict[str, np.ndarray]:
