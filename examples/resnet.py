@@ -49,8 +49,8 @@ class ResNet(nnx.Module):
         )
         self.head = nnx.Linear(32, 10, rngs=rngs)
 
-    def __call__(self, images: jax.Array) -> jax.Array:
-        x = self.stem(images)
+    def __call__(self, images: jax.Array | np.ndarray) -> jax.Array:
+        x = self.stem(jnp.asarray(images))
         for block in self.blocks:
             x = block(x)
         return self.head(x.mean(axis=(1, 2)))
@@ -74,13 +74,11 @@ def he_normal(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.A
 
 def digits() -> tuple[Batch, Batch]:
     """Training and test set, 1408 and 389 images in [0, 1] with their labels; the split is always the same."""
-    data = load_digits()
-    images = (data.images[..., None] / 16).astype(np.float32)
-    labels = data.target.astype(np.int32)
-    train_images, test_images, train_labels, test_labels = train_test_split(
-        images, labels, train_size=1408, random_state=0, stratify=labels
-    )
-    return (train_images, train_labels), (test_images, test_labels)
+    pixels, labels = load_digits(return_X_y=True)
+    images = np.asarray(pixels, np.float32).reshape(-1, 8, 8, 1) / 16
+    labels = np.asarray(labels, np.int32)
+    train, test = train_test_split(np.arange(len(labels)), train_size=1408, random_state=0, stratify=labels)
+    return (images[train], labels[train]), (images[test], labels[test])
 
 
 def batches(order: np.ndarray, num_batches: int) -> np.ndarray:

@@ -17,7 +17,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +172,7 @@ def loss_fn(model: Transformer, tokens_BT: jax.Array) -> jax.Array:
 
 
 def generate(
-    model: Transformer, prompt_BT: jax.Array, n: int, *, temperature: float, key: jax.Array, window: int = 128
+    model: Transformer, prompt_BT: ArrayLike, n: int, *, temperature: float, key: jax.Array, window: int = 128
 ) -> jax.Array:
     """Continue each prompt by n sampled tokens.
 
@@ -201,9 +201,9 @@ def generate(
 def _generate(
     model: Transformer,
     window_BS: jax.Array,
-    length: jax.Array,
+    length: ArrayLike,
     n: int,
-    temperature: jax.Array,
+    temperature: jax.Array | float,
     key: jax.Array,
 ) -> jax.Array:
     def add_token(
