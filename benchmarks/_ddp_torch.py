@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-VOCAB, WIDTH, DEPTH, HEADS, HIDDEN, ROWS, TIME = 256, 256, 4, 8, 768, 8, 128
+VOCAB, WIDTH, DEPTH, HEADS, HIDDEN, ROWS, TIME = 256, 256, 2, 8, 768, 8, 64
 HEAD_WIDTH = WIDTH // HEADS
 
 
