@@ -1,18 +1,20 @@
-"""Renews the file tree of README.md from the files' own first sentences: `python .ci/readme.py [--write]`.
+"""Renews the parts of README.md that are made from the tree: `python .ci/readme.py [--write]`.
+
+    <!-- tree -->          the captioned file tree, from the files' own first sentences
+    <!-- resnet-diff -->   what makes the ResNet example data-parallel
 
 Without --write it only checks, and exits with 1 if the README is not true.
 """
 
 import ast
+import difflib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-BEGIN, END = "<!-- tree -->\n", "<!-- /tree -->"
 CAPTIONS = {
-    "": "",
     ".ci": "what a change must pass",
     ".ci/run": "lint, types, tests, wheel; in an environment of its own",
     "benchmarks": "one script per claim, JSON lines",
@@ -30,7 +32,10 @@ WIDTH = 34
 def tree() -> str:
     """The captioned tree of the files that git knows; tests are shown by folder."""
     tracked = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     ).stdout.split()
     files = sorted(Path(f) for f in tracked if (ROOT / f).exists() and is_shown(Path(f)))
     lines, seen = [], set()
@@ -77,16 +82,30 @@ def first_sentence(text: str) -> str:
     return head.split(". ")[0].rstrip(".:").replace("`", "")
 
 
+def resnet_diff() -> str:
+    """The single-device script and its data-parallel version, as a unified diff without its header."""
+    scripts = [
+        (ROOT / "examples" / name).read_text().splitlines()
+        for name in ("resnet_single.py", "train_resnet.py")
+    ]
+    lines = list(difflib.unified_diff(*scripts, n=1, lineterm=""))[2:]
+    return "```diff\n" + "\n".join(line for line in lines if not line.startswith("@@")) + "\n```\n"
+
+
+def with_part(text: str, name: str, content: str) -> str:
+    head, rest = text.split(f"<!-- {name} -->\n")
+    return f"{head}<!-- {name} -->\n{content}<!-- /{name} -->" + rest.split(f"<!-- /{name} -->", 1)[1]
+
+
 def main() -> int:
     readme = ROOT / "README.md"
     text = readme.read_text()
-    head, rest = text.split(BEGIN)
-    new = head + BEGIN + tree() + END + rest.split(END, 1)[1]
+    new = with_part(with_part(text, "tree", tree()), "resnet-diff", resnet_diff())
     if "--write" in sys.argv[1:]:
         readme.write_text(new)
         return 0
     if new != text:
-        print("README.md: the file tree is not true; run python .ci/readme.py --write")
+        print("README.md: a generated part is not true; run python .ci/readme.py --write")
     return int(new != text)
 
 

@@ -1,5 +1,10 @@
 """jaxpar: PyTorch's distributed-training stack, re-made for JAX and Flax."""
 
+from jaxpar import data as data
+from jaxpar import ddp as ddp
+from jaxpar import debug as debug
+from jaxpar import mesh as mesh
+from jaxpar import train as train
 from jaxpar._init_sharded import init_sharded as init_sharded
 from jaxpar._mean import Mean as Mean
 from jaxpar.mesh import init_device_mesh as init_device_mesh

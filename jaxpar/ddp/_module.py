@@ -129,7 +129,7 @@ def default_flatten_below_bytes(mesh: MeshLike) -> int:
     return 1 << 62
 
 
-def put_on_mesh(module: nnx.Module, mesh: MeshLike) -> None:
+def put_on_mesh(module: nnx.Pytree, mesh: MeshLike) -> None:
     """Gives every variable that does not lie on the mesh yet a place on it, in place (see `mesh/_place.py`)."""
     variables = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Variable)]
     placed = place([variable.get_value() for variable in variables], as_jax_mesh(mesh))

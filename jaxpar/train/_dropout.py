@@ -52,4 +52,4 @@ def _mask_by_row(key: jax.Array, keep: float, shape: list[int], axes: tuple[str,
 def _draw_key(rngs: Any, collection: str) -> jax.Array:
     if isinstance(rngs, nnx.Rngs):
         return rngs[collection]()
-    return rngs() if callable(rngs) else rngs
+    return rngs() if isinstance(rngs, nnx.RngStream) else rngs

@@ -155,19 +155,23 @@ def _widen(x: jax.Array) -> jax.Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
+def _vary_like(values: Leaves, types: Sequence[jax.ShapeDtypeStruct]) -> Leaves:
+    return [vary(x, tuple(_compat.varying_axes(t))) for x, t in zip(values, types, strict=True)]
+
+
+def _zeros_like(type_: jax.ShapeDtypeStruct) -> jax.Array:
+    return vary(jnp.zeros(type_.shape, type_.dtype), tuple(_compat.varying_axes(type_)))
+
+
 def _scan_sum(
     fn: Callable[[Leaves, PyTree], tuple[PyTree, PyTree, Leaves]], rest: Leaves, parts: PyTree
 ) -> tuple[PyTree, PyTree, Leaves]:
-    """Runs `fn` over the parts, threading `rest` through and summing the other results. One trace."""
+    """Runs `fn` over the parts, threading `rest` through and summing the other results."""
     first = jax.tree.map(lambda x: x[0], parts)
-    for _ in range(
-        2
-    ):  # the state may begin to vary only through the update: then its type settles in one round
-        shapes = jax.eval_shape(fn, rest, first)
-        rest = [vary(x, tuple(_compat.varying_axes(s))) for x, s in zip(rest, shapes[2], strict=True)]
-    zeros = jax.tree.map(
-        lambda s: vary(jnp.zeros(s.shape, s.dtype), tuple(_compat.varying_axes(s))), shapes[:2]
-    )
+    # The state may begin to vary only through its update; with that known, the second look has the final types.
+    rest = _vary_like(rest, jax.eval_shape(fn, rest, first)[2])
+    shapes = jax.eval_shape(fn, rest, first)
+    zeros = jax.tree.map(_zeros_like, shapes[:2])
 
     def body(carry: Any, part: PyTree) -> tuple[Any, None]:
         sums, rest = carry

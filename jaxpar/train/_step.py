@@ -124,7 +124,7 @@ class TrainStep:
             is_buffer_mean=config.sync_buffers == "mean",
         )
         self._states = self._init_hook_states()
-        self._jitted = self._build(donate)
+        self._jitted = self._build(donate=donate)
         self._agreed = False
         self._in_flight: collections.deque[jax.Array] = collections.deque()
 
@@ -205,7 +205,7 @@ class TrainStep:
 
         return jax.jit(lambda: jax.tree.map(stack, states), out_shardings=by_rank)()
 
-    def _build(self, donate: bool) -> Callable[..., Any]:
+    def _build(self, *, donate: bool) -> jax.stages.Wrapped:
         specs = [_live_spec(x, self._mesh) for x in self._model.values()[0]]
         rest_specs = [_live_spec(x, self._mesh) for x in self._model.values()[1]]
         by_rank = PartitionSpec(self._local.axes or None)
@@ -267,7 +267,7 @@ def _ddp_config(model: nnx.Module, mesh: MeshLike, batch_axes: tuple[str, ...]) 
     return config
 
 
-def _missing(axes: tuple[str, ...], x: jax.Array) -> tuple[str, ...]:
+def _missing(axes: tuple[str, ...], x: Any) -> tuple[str, ...]:
     """The axes over which `x` is replicated."""
     used = {
         name for entry in x.sharding.spec for name in ((entry,) if isinstance(entry, str) else entry or ())
@@ -275,7 +275,7 @@ def _missing(axes: tuple[str, ...], x: jax.Array) -> tuple[str, ...]:
     return tuple(axis for axis in axes if axis not in used)
 
 
-def _live_spec(x: jax.Array, mesh: jax.sharding.Mesh) -> PartitionSpec:
+def _live_spec(x: Any, mesh: jax.sharding.Mesh) -> PartitionSpec:
     """The array's spec without axes of size 1: nothing varies over them, so they cost no collective."""
 
     def live(entry: Any) -> Any:

@@ -33,7 +33,7 @@ class Variables:
     chosen_filter: Any
 
     @classmethod
-    def of(cls, module: nnx.Module, chosen_filter: Any) -> "Variables":
+    def of(cls, module: nnx.Pytree, chosen_filter: Any) -> "Variables":
         """Splits a module; every variable must hold one array."""
         graphdef, chosen, rest = nnx.split(module, chosen_filter, ...)
         by_path = {path: node for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Variable)}

@@ -97,7 +97,8 @@ def test_a_second_signal_kills_at_once(job, living) -> None:
 
 def test_a_killed_launcher_takes_workers_and_their_children_along(job, living, wait_until) -> None:
     process = job("disobeys")
-    assert len(living()) >= 5  # launcher, two workers, two grandchildren
+    # Launcher, two workers, two grandchildren: a new process has its name only once it has replaced its parent's copy.
+    wait_until(lambda: len(living()) >= 5, what="all processes to be there", timeout_s=5)
     process.send_signal(signal.SIGKILL)
     wait_until(lambda: not living(), what="all processes to end", timeout_s=5)
 

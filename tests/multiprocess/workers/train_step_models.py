@@ -26,7 +26,9 @@ class MLP(nnx.Module):
 
 class ResNet(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.stem = nnx.Conv(1, 4, (3, 3), use_bias=False, rngs=rngs)  # a bias before BatchNorm has no gradient
+        self.stem = nnx.Conv(
+            1, 4, (3, 3), use_bias=False, rngs=rngs
+        )  # a bias before BatchNorm has no gradient
         self.norm = nnx.BatchNorm(4, rngs=rngs)
         self.conv = nnx.Conv(4, 4, (3, 3), rngs=rngs)
         self.out = nnx.Linear(4, 4, rngs=rngs)
@@ -40,7 +42,9 @@ class Transformer(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Linear(1, 16, rngs=rngs)
         self.norm = nnx.LayerNorm(16, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(num_heads=2, in_features=16, decode=False, use_bias=False, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            num_heads=2, in_features=16, decode=False, use_bias=False, rngs=rngs
+        )
         self.out = nnx.Linear(16, 4, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
