@@ -18,6 +18,8 @@ CAPTIONS = {
     ".ci": "what a change must pass",
     ".ci/run": "lint, types, tests, wheel; in an environment of its own",
     "benchmarks": "one script per claim, JSON lines",
+    "docs": "more than the front page holds",
+    "docs/from_pytorch.md": "PyTorch to jaxpar, row by row, and what JAX makes void",
     "examples": "real scripts on real data",
     "jaxpar": "the library",
     "launch": "a folder, not a package",

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _common import interleave
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpar
+from _common import interleave
 from jaxpar.data import global_batch
 from jaxpar.ddp import DistributedDataParallel
 from jaxpar.debug import overlap, topology

@@ -2,8 +2,9 @@
 
 import numpy as np
 import optax
-import resnet
 from flax import nnx
+
+import resnet
 
 EPOCHS, STEPS_PER_EPOCH = 6, 22
 

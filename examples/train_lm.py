@@ -15,21 +15,21 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import corpus
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
+
+import corpus
+import jaxpar
 from corpus import Corpus
 from flags import parse_args
-from flax import nnx
-from report import Delayed, Report
-from transformer import Transformer, TransformerConfig, generate, loss_fn, preset
-
-import jaxpar
 from jaxpar.data import global_batch
 from jaxpar.ddp import DistributedDataParallel
 from jaxpar.mesh import DeviceMesh, get_rank, get_world_size
+from report import Delayed, Report
+from transformer import Transformer, TransformerConfig, generate, loss_fn, preset
 
 STRATEGIES: dict[str, Callable[[nnx.Module, DeviceMesh], object]] = {"ddp": DistributedDataParallel}
 # Steps in flight: enough to hide Python behind the devices, few enough to stop soon after Ctrl-C.

@@ -2,10 +2,10 @@
 
 import numpy as np
 import optax
-import resnet
 from flax import nnx
 
 import jaxpar
+import resnet
 
 EPOCHS, STEPS_PER_EPOCH = 6, 22
 

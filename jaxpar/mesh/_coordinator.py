@@ -11,7 +11,6 @@ import socket
 import time
 
 import jax
-from jaxpar_launch.store import StoreClient
 
 from jaxpar._errors import ProcessGroupError
 from jaxpar.mesh._address import (
@@ -24,6 +23,7 @@ from jaxpar.mesh._address import (
     port_in_use,
 )
 from jaxpar.mesh._group import Membership, Patience
+from jaxpar_launch.store import StoreClient
 
 
 def start_jax(

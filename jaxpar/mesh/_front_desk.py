@@ -11,12 +11,11 @@ import errno
 import secrets
 import time
 
-from jaxpar_launch.store import StoreAuthenticationError, StoreClient, StoreError, StoreServer
-
 from jaxpar._errors import ProcessGroupError
 from jaxpar.mesh._address import address_at, host_and_port, interface_of, left_s, loopback_of, port_in_use
 from jaxpar.mesh._group import Membership, Venue
 from jaxpar.mesh._roll_call import Entry, roll_call
+from jaxpar_launch.store import StoreAuthenticationError, StoreClient, StoreError, StoreServer
 
 _FRONT_DESK_TOKEN = "jaxpar"
 """Explicit ranks share no secret; this only keeps strangers' protocols apart. Under the launcher there is one."""

@@ -10,14 +10,13 @@ doubled rank) or go unnoticed (two world sizes), so all that is settled before J
 import dataclasses
 import time
 
-from jaxpar_launch.store import StoreClient, StoreError, StoreServer
-
 from jaxpar._errors import ProcessGroupError
 from jaxpar.mesh._address import left_s
 from jaxpar.mesh._coordinator import start_jax
 from jaxpar.mesh._front_desk import meet_at_front_desk
 from jaxpar.mesh._group import Membership, Patience, ProcessGroup, Venue
 from jaxpar.mesh._roll_call import Entry, roll_call
+from jaxpar_launch.store import StoreClient, StoreError, StoreServer
 
 
 def join(member: Membership, patience: Patience, *, venue: Venue | None) -> ProcessGroup:

@@ -6,10 +6,9 @@ WorkerEnv   rank, world_size, local_rank, coordinator   -> Membership
 
 from dataclasses import dataclass
 
-from jaxpar_launch.env import WorkerEnv
-
 from jaxpar._errors import ProcessGroupError
 from jaxpar.mesh._group import Membership, Venue
+from jaxpar_launch.env import WorkerEnv
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 
 import jax
-from jaxpar_launch.errors import install_excepthook
 
 from jaxpar._errors import ProcessGroupError
 from jaxpar.mesh._group import ProcessGroup, group_slot
 from jaxpar.mesh._launched import launched
 from jaxpar.mesh._meeting import meet
+from jaxpar_launch.errors import install_excepthook
 
 _LEAST_GUARD_S = 30.0
 """All processes have come to the end, so this only ends a hang: freeing a busy machine's memory may take seconds."""

@@ -14,10 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import quote, unquote
 
-from jaxpar_launch.store import StoreError, StoreTimeoutError, StoreValue
-
 from jaxpar._errors import ProcessGroupError
 from jaxpar.mesh._group import ProcessGroup
+from jaxpar_launch.store import StoreError, StoreTimeoutError, StoreValue
 
 
 def meet(

@@ -16,11 +16,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jaxpar_launch.store import StoreClient, StoreTimeoutError
-
 from jaxpar import _compat
 from jaxpar._errors import ProcessGroupError
 from jaxpar.mesh._group import Membership
+from jaxpar_launch.store import StoreClient, StoreTimeoutError
 
 _SHOWN = 8
 

@@ -5,14 +5,15 @@ import io
 import json
 from pathlib import Path
 
-import corpus
-import flags
 import numpy as np
 import pytest
+from rich.console import Console
+
+import corpus
+import flags
 import train_lm
 from jaxpar_launch import launch
 from report import Delayed, Report
-from rich.console import Console
 
 SCRIPT = Path(train_lm.__file__)
 TINY = "--preset tiny --depth 1 --seq 32 --steps 30 --batch 8 --accumulate 2 --lr 1e-2 --eval-every 20"

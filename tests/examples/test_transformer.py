@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+
 from transformer import Transformer, TransformerConfig, generate, grouped_attention, loss_fn, preset, rope
 
 TINY = preset("tiny")

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from jaxpar_launch import LaunchSpec, LaunchSpecError, StreamChoice
 from jaxpar_launch._devices import num_cores, resolve_workers
 from jaxpar_launch.cli import main

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+
 from jaxpar_launch import WorkerEnvError
 from jaxpar_launch.env import WorkerEnv, join_address, split_address, thread_defaults
 

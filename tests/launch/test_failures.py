@@ -3,6 +3,7 @@
 import time
 
 import pytest
+
 from jaxpar_launch import Failure, LaunchFailedError, LaunchTimeoutError, launch
 from jaxpar_launch._report import ranked
 

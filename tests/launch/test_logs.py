@@ -5,6 +5,7 @@ import pty
 import stat
 
 import pytest
+
 from jaxpar_launch import LaunchSpec, launch
 from jaxpar_launch._logs import MAX_LINE_BYTES, ConsoleSink, LineSplitter
 

@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+
 from jaxpar_launch import LaunchSpec, LaunchSpecError, launch
 from jaxpar_launch._ports import PortReservation
 

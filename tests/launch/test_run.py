@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from jaxpar_launch import _run, launch
 
 SELF_PORTRAIT = """

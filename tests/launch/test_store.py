@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+
 from jaxpar_launch import _store_wire
 from jaxpar_launch.store import (
     StoreAuthenticationError,

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jaxpar_launch.store import StoreClient, StoreServer
 
 from jaxpar._errors import CollectiveError, DesyncError, JaxparError, ProcessGroupError
 from jaxpar.mesh import (
@@ -31,6 +30,7 @@ from jaxpar.mesh import (
 from jaxpar.mesh._group import Membership, ProcessGroup
 from jaxpar.mesh._meeting import meet
 from jaxpar.mesh._object_codec import UnencodableError, decode_object, encode_object
+from jaxpar_launch.store import StoreClient, StoreServer
 
 SIZES = [1, 2, 4]
 Everywhere = Callable[..., list[Any]]

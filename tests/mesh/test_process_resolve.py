@@ -5,13 +5,13 @@ import re
 
 import jax
 import pytest
-from jaxpar_launch.env import WorkerEnv
 
 import jaxpar
 from jaxpar._errors import ProcessGroupError
 from jaxpar.mesh import get_local_rank, get_rank, get_world_size, is_initialized
 from jaxpar.mesh._distributed import _resolve
 from jaxpar.mesh._group import Membership, Venue
+from jaxpar_launch.env import WorkerEnv
 
 WORKER = WorkerEnv(
     rank=1,

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from jaxpar_launch.store import StoreClient, StoreServer
 
 from jaxpar._errors import ProcessGroupError
 from jaxpar.mesh._front_desk import meet_at_front_desk
 from jaxpar.mesh._group import Membership
 from jaxpar.mesh._roll_call import Entry, roll_call
+from jaxpar_launch.store import StoreClient, StoreServer
 
 FAST_S, SLOW_S = 0.5, 20.0
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from jaxpar_launch import launch
 
 WORKER = Path(__file__).parent / "workers" / "placements.py"

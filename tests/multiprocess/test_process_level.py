@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from jaxpar_launch import launch
 
 WORKER = Path(__file__).parent / "workers" / "process_level.py"

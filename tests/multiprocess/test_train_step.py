@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from jaxpar_launch import launch
 
 WORKERS = Path(__file__).parent / "workers"
