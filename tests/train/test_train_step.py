@@ -186,3 +186,13 @@ def test_buffers_cannot_stay_different() -> None:
     mesh = init_device_mesh((4,), ("dp",), devices=jax.devices()[:4])
     with pytest.raises(ParallelizeError, match=re.escape("sync_buffers=False is neither 'broadcast'")):
         DistributedDataParallel(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), mesh, sync_buffers=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_plain_jax_meshes_are_taken_too(kind: str) -> None:
+    axis_type = getattr(jax.sharding.AxisType, kind)
+    mesh = jax.make_mesh((4,), ("dp",), axis_types=(axis_type,), devices=jax.devices()[:4])
+    model = DistributedDataParallel(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), mesh)
+    plain, wrapped = make_step(), make_step(model=model, mesh=mesh)
+    for _ in range(2):
+        assert float(plain(ROWS)["loss"]) == float(wrapped(ROWS)["loss"])
