@@ -109,7 +109,7 @@ def _check_device_count(
     source = "devices" if given else "jax.devices()"
     if needed < there:
         cure = f"To use {needed} of them write devices={source}[:{needed}]."
-    elif devices and devices[0].platform == "cpu":
+    elif devices and devices[0].platform == "cpu" and len({d.process_index for d in devices}) == 1:
         cure = f'For CPU devices write jax.config.update("jax_num_cpu_devices", {needed}) before JAX starts.'
     else:
         cure = "Make an axis smaller, or write -1 for one of them."

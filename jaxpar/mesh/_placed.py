@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxpar._errors import PlacementError
-from jaxpar.mesh._chunks import memory_rows, row_places
+from jaxpar.mesh._chunks import memory_rows
 from jaxpar.mesh._init_mesh import as_device_mesh
 from jaxpar.mesh._layout import (
     Layout,
@@ -204,14 +204,6 @@ def add_padding(x: jax.Array, extent: Extent, layout: Layout) -> jax.Array:
         if not extent.is_even(dim, axes):
             rows = memory_rows(extent.shape[dim], extent.parts(axes))
             x = jnp.take(x, rows, axis=dim, mode="fill", fill_value=0)
-    return x
-
-
-def drop_padding(x: np.ndarray, extent: Extent, layout: Layout) -> np.ndarray:
-    """Rows in memory to logical rows, on the host."""
-    for dim, axes in enumerate(layout.dims):
-        if not extent.is_even(dim, axes):
-            x = np.take(x, row_places(extent.shape[dim], extent.parts(axes)), axis=dim)
     return x
 
 
