@@ -1,10 +1,11 @@
 """The one quarantine: what differs between JAX versions, and every semi-public name that jaxpar needs."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.extend.core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 
 
 def varying_axes(aval: Any) -> frozenset[str]:
@@ -45,22 +46,38 @@ def needs_large_first_collective() -> bool:
     return jax.__version_info__ < (0, 12) and jax.default_backend() == "cpu"
 
 
-def drop_unit_axes(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """Type a value as equal over axes of size 1: no operation at all in the compiled program.
+def forget_axes(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """Type a value as equal over axes, unchecked: no operation at all in the compiled program.
 
-    JAX's only way is a `psum` over one device, which XLA:CPU does not remove (jax 0.12).
+    True over axes of size 1, where JAX's only way is a `psum` over one device, which XLA:CPU does not remove (jax
+    0.12); and harmless for a number whose value nobody uses.
     """
     present = tuple(name for name in names if name in varying_axes(jax.typeof(x)))
-    return _drop_unit_axes_p.bind(x, names=present) if present else x
+    return _forget_axes_p.bind(x, names=present) if present else x
 
 
-def _drop_unit_axes_type(aval: Any, *, names: tuple[str, ...]) -> Any:
+def _forget_axes_type(aval: Any, *, names: tuple[str, ...]) -> Any:
     manual = aval.manual_axis_type
     return aval.update(manual_axis_type=manual.update(varying=manual.varying - set(names)))
 
 
-_drop_unit_axes_p = jax.extend.core.Primitive("drop_unit_axes")
-_drop_unit_axes_p.def_abstract_eval(_drop_unit_axes_type)
-mlir.register_lowering(_drop_unit_axes_p, lambda ctx, x, *, names: [x])
-ad.deflinear2(_drop_unit_axes_p, lambda ct, x, *, names: [jax.lax.pcast(ct, names, to="varying")])
-batching.defvectorized(_drop_unit_axes_p)
+_forget_axes_p = jax.extend.core.Primitive("forget_axes")
+_forget_axes_p.def_abstract_eval(_forget_axes_type)
+mlir.register_lowering(_forget_axes_p, lambda ctx, x, *, names: [x])
+ad.deflinear2(_forget_axes_p, lambda ct, x, *, names: [jax.lax.pcast(ct, names, to="varying")])
+batching.defvectorized(_forget_axes_p)
+
+
+def trace_state() -> Any:
+    """What tells one trace from another: a traced value may be used where the state equals that of its birth."""
+    return jax.extend.core.get_opaque_trace_state(convention="jaxpar")
+
+
+def without_unused(jaxpr: Any, used_outputs: list[bool]) -> tuple[Any, list[bool]]:
+    """Returns the part of a jaxpr that the chosen outputs need, and which inputs that part needs."""
+    return partial_eval.dce_jaxpr(jaxpr, used_outputs)
+
+
+def as_function(jaxpr: Any, consts: Any) -> Callable[..., list[jax.Array]]:
+    """Returns a jaxpr as a function of flat arrays."""
+    return jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(jaxpr, consts))

@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 
 from jaxpar._errors import ParallelizeError
+from jaxpar._flat import flatten_and_pad
 from jaxpar._module import ModuleT
 
 
@@ -50,7 +51,13 @@ def init_sharded(model_fn: Callable[[], ModuleT], parallelize: Callable[[ModuleT
     leaves, treedef = jax.tree.flatten(abstract_state)
 
     def build() -> list[jax.Array]:
-        return jax.tree.leaves(nnx.state(model_fn()))
+        values = jax.tree.leaves(nnx.state(model_fn()))
+        return [_as_stored(x, stored) for x, stored in zip(values, leaves, strict=True)]
 
     values = jax.jit(build, out_shardings=[x.sharding for x in leaves])()
     return nnx.merge(graphdef, jax.tree.unflatten(treedef, values))
+
+
+def _as_stored(x: jax.Array, stored: Any) -> jax.Array:
+    """A value as `parallelize` stores it: in its own shape, or flat and padded."""
+    return x if x.shape == stored.shape else flatten_and_pad(x, stored.size)

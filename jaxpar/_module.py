@@ -19,27 +19,38 @@ ModuleT = TypeVar("ModuleT", bound=nnx.Module)
 
 @functools.cache
 def subclass(
-    cls: type, prefix: str, call: Callable[..., Any], attributes: tuple[tuple[str, Hashable], ...]
+    cls: type,
+    prefix: str,
+    call: Callable[..., Any],
+    attributes: tuple[tuple[str, Hashable], ...],
+    methods: tuple[str, ...],
 ) -> type:
-    """Returns `cls` with `__call__` replaced; the body receives `(original_call, self, *args, **kwargs)`."""
-
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return call(functools.partial(cls.__call__, self), self, *args, **kwargs)
-
-    namespace = {
-        "__call__": functools.wraps(cls.__call__)(__call__),
-        "__module__": cls.__module__,
-        "__doc__": cls.__doc__,
-    }
-    return type(prefix + cls.__name__, (cls,), namespace | dict(attributes))
+    """Returns `cls` with methods replaced; the body receives `(original_method, self, *args, **kwargs)`."""
+    namespace = {name: _replaced(getattr(cls, name), call) for name in methods}
+    described = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    return type(prefix + cls.__name__, (cls,), namespace | described | dict(attributes))
 
 
 def swap_class(
-    module: ModuleT, prefix: str, call: Callable[..., Any], attributes: dict[str, Hashable] | None = None
+    module: ModuleT,
+    prefix: str,
+    call: Callable[..., Any],
+    attributes: dict[str, Hashable] | None = None,
+    *,
+    methods: tuple[str, ...] = ("__call__",),
 ) -> ModuleT:
     """Gives `module` the subclass of `subclass`, in place, and returns it."""
-    module.__class__ = subclass(type(module), prefix, call, tuple(sorted((attributes or {}).items())))
+    items = tuple(sorted((attributes or {}).items()))
+    module.__class__ = subclass(type(module), prefix, call, items, methods)
     return module
+
+
+def _replaced(method: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return call(functools.partial(method, self), self, *args, **kwargs)
+
+    return replacement
 
 
 def manual_axes() -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from jaxpar._after import wait_for
 from jaxpar._module import vary
 
 
@@ -52,7 +53,7 @@ class GradBucket:
         Returns:
             Their sums, same shapes and dtypes.
         """
-        buffers = tuple(_after(vary(buffer, self.axes), self.tokens) for buffer in self._pack(arrays))
+        buffers = tuple(wait_for(vary(buffer, self.axes), self.tokens) for buffer in self._pack(arrays))
         return self._unpack(jax.lax.psum(buffers, self.axes), arrays)
 
     def _small(self, arrays: tuple[jax.Array, ...]) -> list[int]:
@@ -72,19 +73,3 @@ class GradBucket:
             out[i] = buffers[0][offset : offset + like[i].size].reshape(like[i].shape)
             offset += like[i].size
         return tuple(out[i] for i in range(len(like)))
-
-
-def _after(x: jax.Array, tokens: tuple[jax.Array, ...]) -> jax.Array:
-    """Returns `x`, unchanged, in a way that XLA must compute after `tokens`.
-
-    One element is rewritten in place under a condition that never holds (a number is both NaN and not NaN) and
-    that the compiler does not fold. `jax.lax.optimization_barrier` is not enough: XLA:CPU removes it before
-    its all-reduce combiner runs (jax 0.10.2 and 0.12.0), and on 0.10.2 it joins the varying types of its operands.
-    """
-    if not x.size or not tokens:
-        return x
-    element = jax.lax.slice(x, (0,) * x.ndim, (1,) * x.ndim)
-    for token in tokens:
-        never = jnp.logical_and(token != token, token == token)
-        element = jnp.where(never, jnp.zeros_like(element), element)
-    return jax.lax.dynamic_update_slice(x, element, (0,) * x.ndim)

@@ -17,6 +17,7 @@ from jaxpar.ddp._buckets import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BUCKET_BYTES
 from jaxpar.ddp._hooks import StatefulHook, allreduce_hook
 from jaxpar.ddp._reduce import Hook, Reduction, reduce_in_backward
 from jaxpar.mesh import MeshLike, as_jax_mesh, axes_of
+from jaxpar.mesh._flat_buffers import default_flatten_below_bytes
 from jaxpar.mesh._place import place
 
 CONFIG = "_jaxpar_ddp"
@@ -115,18 +116,6 @@ def DistributedDataParallel(
     )
     put_on_mesh(model, mesh)
     return swap_class(model, "DDP", _call, {CONFIG: DDPConfig(axes_of(mesh), reduction, sync_buffers)})
-
-
-def default_flatten_below_bytes(mesh: MeshLike) -> int:
-    """Below this size, gradients of a bucket share one flat buffer.
-
-    On accelerators and between processes all of them do: XLA's own combiner copies too, or every buffer costs a
-    round trip (0.2 ms over Gloo). Between CPU devices of one process the copies cost more than the all-reduce.
-    """
-    devices = as_jax_mesh(mesh).devices.flat
-    if devices[0].platform == "cpu" and len({d.process_index for d in devices}) == 1:
-        return 64 * 1024
-    return 1 << 62
 
 
 def put_on_mesh(module: nnx.Pytree, mesh: MeshLike) -> None:

@@ -8,7 +8,6 @@
 Either way the compiled program has exactly one all-reduce per bucket.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar._after import number_of
 from jaxpar._errors import ParallelizeError
 from jaxpar._module import vary, varying_axes
 from jaxpar._pytree import PyTree
@@ -232,10 +232,4 @@ def _reduce_one(
     check_summed(hook, wire, reduced)
     # A state is per rank by type, also where a hook made it equal on all of them.
     new_states = jax.tree.map(lambda new, old: vary(new, tuple(varying_axes(old))), new_states, states)
-    return reduced, new_states, tokens | {bucket.varying: _number_of(reduced)}
-
-
-def _number_of(arrays: tuple[jax.Array, ...]) -> jax.Array:
-    """f32[]: something that is known only when all arrays are."""
-    first = [jax.lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(()).astype(jnp.float32) for x in arrays]
-    return functools.reduce(jnp.add, first)
+    return reduced, new_states, tokens | {bucket.varying: number_of(reduced)}

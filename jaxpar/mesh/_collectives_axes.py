@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar._compat import drop_unit_axes, varying_axes
+from jaxpar._compat import forget_axes, varying_axes
 from jaxpar._errors import CollectiveError
 from jaxpar.mesh._axes import AxisNames
 
@@ -87,7 +87,7 @@ def to_varying(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
 
 def equal_over_unit(x: jax.Array, axes: ManualAxes) -> jax.Array:
     """Type a value as equal over the axes of size 1; nothing is emitted."""
-    return drop_unit_axes(x, axes.unit)
+    return forget_axes(x, axes.unit)
 
 
 def sum_over(x: jax.Array, axes: ManualAxes) -> jax.Array:

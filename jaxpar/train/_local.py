@@ -22,6 +22,7 @@ from jaxpar._module import vary, varying_axes
 from jaxpar._pytree import PyTree
 from jaxpar.ddp._order import ready_order
 from jaxpar.ddp._reduce import Reduction, reduce_buckets, reduce_in_backward, start_after
+from jaxpar.fsdp._order import new_order
 from jaxpar.train._dropout import use_global_positions
 from jaxpar.train._metrics import split_output, sum_over_ranks, values
 
@@ -82,7 +83,8 @@ class LocalStep:
     ) -> tuple[Mean, dict[str, PyTree], Leaves]:
         model = self.merge(params, rest)
         use_global_positions(model, self.axes)
-        loss, metrics = split_output(self.loss_fn(model, batch))
+        with new_order(root=model):
+            loss, metrics = split_output(self.loss_fn(model, batch))
         return Mean(vary(loss.total, self.axes), loss.count), metrics, self.split(model)
 
     def _at_once(self, params: Leaves, rest: Leaves, states: Any, batch: PyTree) -> Any:

@@ -21,9 +21,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpar._errors import BatchError, ParallelizeError
 from jaxpar._pytree import PyTree
 from jaxpar.data import global_batch
-from jaxpar.ddp._module import CONFIG, DDPConfig, default_flatten_below_bytes, put_on_mesh
+from jaxpar.ddp._module import CONFIG, DDPConfig, put_on_mesh
 from jaxpar.ddp._reduce import Reduction
 from jaxpar.mesh import MeshLike, as_jax_mesh, assert_same_everywhere, axes_of, warm_up
+from jaxpar.mesh._flat_buffers import default_flatten_below_bytes
 from jaxpar.train._clip import clip_grad_norm
 from jaxpar.train._local import LocalStep
 from jaxpar.train._variables import Variables

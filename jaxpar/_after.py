@@ -1,0 +1,46 @@
+"""Order without communication: a value that XLA must compute after some numbers are known.
+
+    wait_for(x, [n])    x, unchanged; what uses it runs after `n` is there
+    number_of([y, z])   f32[]: known only when y and z are
+
+Collectives are placed with these: buckets of gradients stay apart, gathers start no earlier than they may.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar import _compat
+
+
+def wait_for(x: jax.Array, numbers: Sequence[jax.Array]) -> jax.Array:
+    """Returns `x`, unchanged and of the same type, in a way that XLA must compute after `numbers` (f32[] each).
+
+    One element is rewritten in place under a condition that never holds (a number is both NaN and not NaN) and
+    that the compiler does not fold. `jax.lax.optimization_barrier` is not enough: XLA:CPU removes it before its
+    combiners and its elimination of common subexpressions run (jax 0.10.2 and 0.12.0), and on 0.10.2 it joins the
+    varying types of its operands. Since the numbers' values do not matter, their types do not either: axes over
+    which they vary and `x` does not are forgotten.
+    """
+    if not x.size or not numbers:
+        return x
+    mine = _compat.varying_axes(jax.typeof(x))
+    element = jax.lax.slice(x, (0,) * x.ndim, (1,) * x.ndim)
+    for number in numbers:
+        foreign = _compat.varying_axes(jax.typeof(number)) - mine
+        number = _compat.forget_axes(number, tuple(sorted(foreign)))
+        never = jnp.logical_and(number != number, number == number)
+        element = jnp.where(never, jnp.zeros_like(element), element)
+    return jax.lax.dynamic_update_slice(x, element, (0,) * x.ndim)
+
+
+def number_of(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns f32[]: something that is known only when all arrays are; zero if there is none."""
+    first = [
+        jax.lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(()).astype(jnp.float32)
+        for x in arrays
+        if x.size
+    ]
+    return functools.reduce(jnp.add, first, jnp.float32(0))

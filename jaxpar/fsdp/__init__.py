@@ -1,0 +1,5 @@
+"""Fully sharded data parallelism: shard parameters, gather to use, scatter gradients."""
+
+from jaxpar.fsdp._fully_shard import fully_shard as fully_shard
+from jaxpar.fsdp._fully_shard import register_fsdp_forward_method as register_fsdp_forward_method
+from jaxpar.fsdp._policy import MixedPrecisionPolicy as MixedPrecisionPolicy

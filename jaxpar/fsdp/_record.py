@@ -1,0 +1,63 @@
+"""What a variable remembers of being sharded: the dim, and its own shape if it is stored flat.
+
+    kernel  f32[4096, 1024]   ->  P("dp", None)                dim -2: each device holds 4096 / n rows
+    odd     f32[5, 3]         ->  f32[16] as P("dp"), shape (5, 3): flattened, padded to a multiple of n
+
+Where an array lies is told by its sharding alone. Inside `jax.shard_map` a block has no sharding any more, and a
+flat array no shape of its own; the record says what to do there. Flax copies it to the optimizer's variables.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxpar._flat import unflatten
+
+KEY = "jaxpar_fsdp"
+
+
+@dataclass(frozen=True)
+class Record:
+    """Metadata of a sharded variable.
+
+    Args:
+        dim: sharded dim, counted from the last (-1), so that it still holds below a stacked layer dim; None: none is.
+        axes: mesh axes, the first varying slowest.
+        shape: the parameter's own shape, if it is stored flat and padded.
+        reason: why it is not sharded along a dim of its own.
+    """
+
+    dim: int | None
+    axes: tuple[str, ...]
+    shape: tuple[int, ...] | None = None
+    reason: str = ""
+
+
+def record_of(variable: nnx.Variable[Any]) -> Record | None:
+    """Returns what `fully_shard` noted, or None."""
+    return variable.get_metadata().get(KEY)
+
+
+def is_flat(variable: nnx.Variable[Any]) -> bool:
+    """Whether the variable is stored flat and padded (an optimizer's variable only if it has the stored shape)."""
+    record = record_of(variable)
+    if record is None or record.shape is None:
+        return False
+    shape = variable.get_value().shape
+    return len(shape) == 1 and shape[0] >= math.prod(record.shape)
+
+
+def logical_shape(variable: nnx.Variable[Any]) -> tuple[int, ...]:
+    """The shape that the model's code sees."""
+    record = record_of(variable)
+    is_own = record is not None and record.shape is not None and is_flat(variable)
+    return record.shape if is_own else variable.get_value().shape  # pyright: ignore
+
+
+def own_shape(variable: nnx.Variable[Any], whole: jax.Array) -> jax.Array:
+    """A whole parameter in the shape that the model's code sees."""
+    record = record_of(variable)
+    return whole if record is None or record.shape is None else unflatten(whole, record.shape)
