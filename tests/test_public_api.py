@@ -22,6 +22,9 @@ PUBLIC = {
         Bucket CommHook DistributedDataParallel GradBucket Group PowerSGD StatefulHook allreduce_hook
         assign_buckets bf16_compress_hook bucketed_all_reduce convert_sync_batchnorm fp16_compress_hook
     """,
+    "jaxpar.fsdp": """
+        MixedPrecisionPolicy fully_shard register_fsdp_forward_method sharded_call unshard
+    """,
     "jaxpar.data": """
         DistributedSampler global_batch join pad_batch
     """,

@@ -2,4 +2,6 @@
 
 from jaxpar.fsdp._fully_shard import fully_shard as fully_shard
 from jaxpar.fsdp._fully_shard import register_fsdp_forward_method as register_fsdp_forward_method
+from jaxpar.fsdp._functional import sharded_call as sharded_call
+from jaxpar.fsdp._functional import unshard as unshard
 from jaxpar.fsdp._policy import MixedPrecisionPolicy as MixedPrecisionPolicy

@@ -9,7 +9,6 @@ and XLA:CPU (jax 0.10.2) joins its second gather with the first.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxpar import _compat
 from jaxpar._after import number_of
-from jaxpar.fsdp._residuals import instantiate, is_floating, split_backward
+from jaxpar.fsdp._residuals import Static, instantiate, is_floating, split_backward
 
 Leaves = list[jax.Array]
 
@@ -71,11 +70,3 @@ def regathering(
 
     call.defvjp(forward, backward, symbolic_zeros=True)
     return call(full, [jax.lax.stop_gradient(x) for x in shards], inputs, token)
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True, eq=False)
-class Static:
-    """Something that is no array, on its way from a forward rule to its backward rule."""
-
-    value: Any

@@ -138,3 +138,11 @@ def instantiate(cotangent: Any) -> Any:
         return np.zeros(cotangent.shape, jax.dtypes.float0)
     varying = tuple(_compat.varying_axes(cotangent.aval))
     return vary(jnp.zeros(cotangent.shape, cotangent.dtype), varying)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True, eq=False)
+class Static:
+    """Something that is no array, on its way from a forward rule to its backward rule."""
+
+    value: Any

@@ -11,11 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from jaxpar._after import number_of, wait_for
 from jaxpar._compat import forget_axes
 from jaxpar._module import vary, varying_axes
 from jaxpar.fsdp._policy import MixedPrecisionPolicy
+from jaxpar.fsdp._residuals import Static, instantiate, is_floating
 from jaxpar.fsdp._wires import Wire, assign_wires, pack_full, pack_shards, unpack_full, unpack_shards
 
 Leaves = list[jax.Array]
@@ -48,7 +50,9 @@ class Gather:
     def __call__(
         self, shards: Sequence[jax.Array], token: jax.Array, after: Sequence[jax.Array] = ()
     ) -> tuple[Leaves, jax.Array]:
-        """The whole leaves, in the dtype that computes, and a token; in the backward, the gradients' summed parts.
+        """The whole leaves, in the dtype that computes, and a token.
+
+        Backward: the parts of the summed gradients, of those leaves only that are differentiated.
 
         Args:
             shards: this device's parts.
@@ -57,41 +61,36 @@ class Gather:
             after: numbers, f32[], before which no all-gather starts.
         """
         like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shards]
-        wires = self._wires(self._cast(shards))
-        numbers = [jax.lax.stop_gradient(number) for number in after]
 
         @jax.custom_vjp
-        def unshard(shards: Leaves, token: jax.Array) -> tuple[Leaves, jax.Array]:
-            return self._gather(shards, wires, numbers), token
+        def unshard(shards: Leaves, token: jax.Array, after: Leaves) -> tuple[Leaves, jax.Array]:
+            return self.again(shards, after), token
 
-        def backward(_: None, cotangents: tuple[Leaves, jax.Array]) -> tuple[Leaves, jax.Array]:
-            grads, token = cotangents
-            parts = self._scatter(grads, wires, like, [token])
+        def forward(shards: Any, token: Any, after: Any) -> Any:
+            values = [x.value for x in shards]
+            wanted = tuple(x.perturbed and is_floating(x.value) for x in shards)
+            wires = self._wires(self._cast(values), wanted)
+            whole = self.again(values, [number.value for number in after])
+            return (whole, token.value), Static((wanted, wires))
+
+        def backward(plan: Static, cotangents: tuple[list[Any], Any]) -> Any:
+            wanted, wires = plan.value
+            grads = [
+                instantiate(ct) if want else None for ct, want in zip(cotangents[0], wanted, strict=True)
+            ]
+            behind = [] if isinstance(cotangents[1], SymbolicZero) else [cotangents[1]]
+            parts = self._scatter(grads, wires, like, behind)
             done = number_of([parts[i] for wire in wires for i in wire.leaves])
-            return parts, forget_axes(done, tuple(varying_axes(done)))
+            return parts, forget_axes(done, tuple(varying_axes(done))), None
 
-        unshard.defvjp(lambda shards, token: (unshard(shards, token), None), backward)
-        return unshard(list(shards), token)
+        unshard.defvjp(forward, backward, symbolic_zeros=True)
+        return unshard(list(shards), token, [jax.lax.stop_gradient(number) for number in after])
 
     def again(self, shards: Sequence[jax.Array], after: Sequence[jax.Array]) -> Leaves:
         """The whole leaves once more, in a backward pass; not differentiable."""
-        return self._gather(list(shards), self._wires(self._cast(shards)), list(after))
-
-    def _cast(self, shards: Sequence[jax.Array]) -> Leaves:
-        dtype = self.policy.param_dtype
-        return [x.astype(dtype) if dtype and jnp.issubdtype(x.dtype, jnp.floating) else x for x in shards]
-
-    def _wires(self, cast: Leaves) -> tuple[Wire, ...]:
-        if not self.axes:
-            return ()
-        return assign_wires(
-            cast, self.dims, num_ranks=self.num_ranks, flatten_below_bytes=self.flatten_below_bytes
-        )
-
-    def _gather(self, shards: Leaves, wires: tuple[Wire, ...], after: Leaves) -> Leaves:
         cast = self._cast(shards)
         out = list(cast)
-        for wire in wires:
+        for wire in self._wires(cast, [True] * len(cast)):
             mine, dims = [cast[i] for i in wire.leaves], self._dims_of(wire)
             if wire.is_flat:
                 parts = self._all_gather(pack_shards(mine), after, dim=0, tiled=False)
@@ -102,7 +101,23 @@ class Gather:
                 out[leaf] = value
         return out
 
-    def _scatter(self, grads: Leaves, wires: tuple[Wire, ...], like: Sequence[Any], after: Leaves) -> Leaves:
+    def _cast(self, shards: Sequence[jax.Array]) -> Leaves:
+        dtype = self.policy.param_dtype
+        return [x.astype(dtype) if dtype and jnp.issubdtype(x.dtype, jnp.floating) else x for x in shards]
+
+    def _wires(self, cast: Leaves, chosen: Sequence[bool]) -> tuple[Wire, ...]:
+        """The collectives of the chosen leaves: all forward, those that have a gradient backward."""
+        if not self.axes:
+            return ()
+        dims = [dim if choose else None for dim, choose in zip(self.dims, chosen, strict=True)]
+        return assign_wires(
+            cast, dims, num_ranks=self.num_ranks, flatten_below_bytes=self.flatten_below_bytes
+        )
+
+    def _scatter(
+        self, grads: list[Any], wires: tuple[Wire, ...], like: Sequence[Any], after: Sequence[jax.Array]
+    ) -> list[Any]:
+        """This device's parts of the summed gradients, in the stored dtypes; None where no gradient is."""
         out, reduce_dtype = list(grads), self.policy.reduce_dtype
         for wire in wires:
             whole = [grads[i].astype(reduce_dtype or grads[i].dtype) for i in wire.leaves]
@@ -114,19 +129,17 @@ class Gather:
                 parts = [self._reduce_scatter(whole[0], after, dim=dims[0])]
             for leaf, value in zip(wire.leaves, parts, strict=True):
                 out[leaf] = value
-        return [
-            g if g.dtype == jax.dtypes.float0 else g.astype(x.dtype) for g, x in zip(out, like, strict=True)
-        ]
+        return [None if g is None else g.astype(x.dtype) for g, x in zip(out, like, strict=True)]
 
     def _dims_of(self, wire: Wire) -> list[int]:
         return [dim for i in wire.leaves if (dim := self.dims[i]) is not None]
 
-    def _all_gather(self, x: jax.Array, after: Leaves, *, dim: int, tiled: bool) -> jax.Array:
+    def _all_gather(self, x: jax.Array, after: Sequence[jax.Array], *, dim: int, tiled: bool) -> jax.Array:
         x, dtype = wait_for(vary(x, self.axes), after), x.dtype
         is_disguised = self.send_as_integers and dtype.itemsize == 2
         sent = jax.lax.bitcast_convert_type(x, jnp.uint16) if is_disguised else x
         whole = jax.lax.all_gather(sent, self.axes, axis=dim, tiled=tiled)
         return jax.lax.bitcast_convert_type(whole, dtype) if is_disguised else whole
 
-    def _reduce_scatter(self, x: jax.Array, after: Leaves, *, dim: int) -> jax.Array:
+    def _reduce_scatter(self, x: jax.Array, after: Sequence[jax.Array], *, dim: int) -> jax.Array:
         return jax.lax.psum_scatter(wait_for(x, after), self.axes, scatter_dimension=dim, tiled=True)
