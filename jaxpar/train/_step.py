@@ -25,6 +25,7 @@ from jaxpar.ddp._module import CONFIG, DDPConfig, put_on_mesh
 from jaxpar.ddp._reduce import Reduction
 from jaxpar.mesh import MeshLike, as_jax_mesh, assert_same_everywhere, axes_of, warm_up
 from jaxpar.mesh._flat_buffers import default_flatten_below_bytes
+from jaxpar.train._checks import check_records, check_units
 from jaxpar.train._clip import clip_grad_norm
 from jaxpar.train._local import LocalStep
 from jaxpar.train._variables import Variables
@@ -95,6 +96,8 @@ class TrainStep:
         if accumulate < 1:
             raise ParallelizeError(f"accumulate must be at least 1 microbatch per step, got {accumulate}.")
         config = _ddp_config(model, mesh, self._batch_axes)
+        check_units(model, self._batch_axes)
+        check_records(model, self._mesh)
         put_on_mesh(model, self._mesh)
         put_on_mesh(optimizer, self._mesh)
         self._model = Variables.of(model, optimizer.wrt)
