@@ -23,7 +23,8 @@ PUBLIC = {
         assign_buckets bf16_compress_hook bucketed_all_reduce convert_sync_batchnorm fp16_compress_hook
     """,
     "jaxpar.fsdp": """
-        MixedPrecisionPolicy fully_shard register_fsdp_forward_method sharded_call unshard
+        MixedPrecisionPolicy ParameterRow ShardingReport full_state fully_shard load_full_state
+        register_fsdp_forward_method sharded_call sharding_report unshard
     """,
     "jaxpar.data": """
         DistributedSampler global_batch join pad_batch
