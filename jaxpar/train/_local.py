@@ -2,6 +2,7 @@
 
     one microbatch    forward -> [losses: 1 all-reduce] -> backward, a bucket reduced where it is ready
     n microbatches    n x (forward -> backward), gradients added up locally -> [losses] -> all buckets
+                      units of fully_shard: scattered in each backward, or gathered before all and scattered after
 
 Gradients are taken of the **sum** over devices of `total / (count of the whole batch)`, so every reduction is a
 plain sum, and a parameter that is used outside the wrapped call is right too.
@@ -15,16 +16,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar import _compat
 from jaxpar._errors import BatchError
 from jaxpar._mean import Mean, divide
 from jaxpar._module import vary, varying_axes
 from jaxpar._pytree import PyTree
 from jaxpar.ddp._order import ready_order
 from jaxpar.ddp._reduce import Reduction, reduce_buckets, reduce_in_backward, start_after
-from jaxpar.fsdp._order import new_order
+from jaxpar.fsdp._order import new_order, parameters_are_whole
+from jaxpar.fsdp._whole import Units
 from jaxpar.train._dropout import use_global_positions
 from jaxpar.train._metrics import split_output, sum_over_ranks, values
+from jaxpar.train._scan import scan_sum, widen
 
 Leaves = list[jax.Array]
 
@@ -44,6 +46,7 @@ class LocalStep:
         accumulate: number of microbatches.
         reduction: bucket sizes and hook.
         is_buffer_mean: other leaves are made equal by their mean, instead of taking rank 0's.
+        units: units to gather before the microbatches and to scatter after them; None: in each.
     """
 
     loss_fn: Callable[[Any, Any], Any]
@@ -56,6 +59,7 @@ class LocalStep:
     accumulate: int
     reduction: Reduction
     is_buffer_mean: bool = False
+    units: Units | None = None
 
     def __call__(
         self, params: Leaves, rest: Leaves, states: tuple[PyTree, ...], batch: PyTree
@@ -104,23 +108,40 @@ class LocalStep:
     def _accumulated(self, params: Leaves, rest: Leaves, states: Any, batch: PyTree) -> Any:
         marked = self._marked(params)
         microbatches = jax.tree.map(self._split_rows, batch)
-
-        def microbatch(rest: Leaves, part: PyTree) -> tuple[Leaves, PyTree, Leaves]:
-            def objective(params: Leaves) -> Any:
-                loss, metrics, rest_out = self._forward(params, rest, part)
-                return loss.total, ({"loss": loss, **metrics}, rest_out)
-
-            total, pullback, (means, rest_out) = jax.vjp(objective, marked, has_aux=True)
-            (grads,) = pullback(vary(jnp.ones_like(total), tuple(varying_axes(total))))
-            return [_widen(g) for g in grads], means, rest_out
-
-        grads, means, rest = _scan_sum(microbatch, rest, microbatches)
+        run = self._sum if self.units is None else self._sum_whole
+        grads, means, rest = run(marked, rest, microbatches)
         means, rest = self._reduce_results(means, rest)
         scale = self._one_over_count(means["loss"], jnp.float32)
         grads = [(g * scale).astype(p.dtype) for g, p in zip(grads, params, strict=True)]
         buckets = self.reduction.buckets(grads, self.param_axes)
         grads, states = reduce_buckets(grads, self.reduction, buckets, states, after=_number_of(means))
         return grads, rest, states, values(means, self.num_ranks * self.accumulate)
+
+    def _sum(self, params: Leaves, rest: Leaves, microbatches: PyTree) -> tuple[Leaves, PyTree, Leaves]:
+        """The sums of the gradients and of the losses, and the other leaves after all microbatches."""
+
+        def microbatch(rest: Leaves, part: PyTree) -> tuple[Leaves, PyTree, Leaves]:
+            def objective(params: Leaves) -> Any:
+                loss, metrics, rest_out = self._forward(params, rest, part)
+                return loss.total, ({"loss": loss, **metrics}, rest_out)
+
+            total, pullback, (means, rest_out) = jax.vjp(objective, params, has_aux=True)
+            (grads,) = pullback(vary(jnp.ones_like(total), tuple(varying_axes(total))))
+            return [widen(g) for g in grads], means, rest_out
+
+        return scan_sum(microbatch, rest, microbatches)
+
+    def _sum_whole(self, params: Leaves, rest: Leaves, microbatches: PyTree) -> tuple[Leaves, PyTree, Leaves]:
+        """The same, with all parameters gathered once; the sums of their gradients are scattered once."""
+        assert self.units is not None
+        num, shards = len(params), [*params, *rest]
+        whole = self.units.gather(shards)
+        with parameters_are_whole():
+            grads, means, after = self._sum(whole[:num], whole[num:], microbatches)
+        grads = self.units.scatter([*grads, *[None] * len(rest)], shards)[:num]
+        # A frozen parameter of a unit is among the rest: it was whole in the loop only.
+        rest = [shards[i] if i in self.units.leaves else x for i, x in enumerate(after, start=num)]
+        return grads, means, rest
 
     def _split_rows(self, x: jax.Array) -> jax.Array:
         return x.reshape(self.accumulate, x.shape[0] // self.accumulate, *x.shape[1:])
@@ -150,35 +171,3 @@ class LocalStep:
 
 def _number_of(means: PyTree) -> jax.Array:
     return means["loss"].total
-
-
-def _widen(x: jax.Array) -> jax.Array:
-    """Sums of many small gradients are kept in fp32 at least (row X21)."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-def _vary_like(values: Leaves, types: Sequence[jax.ShapeDtypeStruct]) -> Leaves:
-    return [vary(x, tuple(_compat.varying_axes(t))) for x, t in zip(values, types, strict=True)]
-
-
-def _zeros_like(type_: jax.ShapeDtypeStruct) -> jax.Array:
-    return vary(jnp.zeros(type_.shape, type_.dtype), tuple(_compat.varying_axes(type_)))
-
-
-def _scan_sum(
-    fn: Callable[[Leaves, PyTree], tuple[PyTree, PyTree, Leaves]], rest: Leaves, parts: PyTree
-) -> tuple[PyTree, PyTree, Leaves]:
-    """Runs `fn` over the parts, threading `rest` through and summing the other results."""
-    first = jax.tree.map(lambda x: x[0], parts)
-    # The state may begin to vary only through its update; with that known, the second look has the final types.
-    rest = _vary_like(rest, jax.eval_shape(fn, rest, first)[2])
-    shapes = jax.eval_shape(fn, rest, first)
-    zeros = jax.tree.map(_zeros_like, shapes[:2])
-
-    def body(carry: Any, part: PyTree) -> tuple[Any, None]:
-        sums, rest = carry
-        grads, means, rest = fn(rest, part)
-        return (jax.tree.map(jnp.add, sums, (grads, means)), rest), None
-
-    ((grads, means), rest), _ = jax.lax.scan(body, (zeros, rest), parts)
-    return grads, means, rest

@@ -23,6 +23,7 @@ from jaxpar._pytree import PyTree
 from jaxpar.data import global_batch
 from jaxpar.ddp._module import CONFIG, DDPConfig, put_on_mesh
 from jaxpar.ddp._reduce import Reduction
+from jaxpar.fsdp._whole import Units
 from jaxpar.mesh import MeshLike, as_jax_mesh, assert_same_everywhere, axes_of, warm_up
 from jaxpar.mesh._flat_buffers import default_flatten_below_bytes
 from jaxpar.train._checks import check_records, check_units
@@ -56,7 +57,11 @@ class TrainStep:
         optimizer: `nnx.Optimizer(model, tx, wrt=nnx.Param)`; what its `wrt` selects is trained.
         mesh: the mesh of the whole job, `DeviceMesh` or `jax.sharding.Mesh`.
         batch_axes: mesh axes over which dim 0 of every array of the batch is split. Default: the mesh's only axis.
-        accumulate: number of microbatches per step: gradients are summed locally and reduced once.
+        accumulate: number of microbatches per step: gradients are summed locally, in fp32 at least, and reduced once.
+            The units of `fully_shard` gather and scatter in every microbatch, and sum 1/N of the gradients.
+        accumulate_unsharded: instead, gather all units once before the microbatches, sum whole gradients, and scatter
+            them once (PyTorch's `set_requires_gradient_sync`, row F21): 1/n of the traffic, and on every device whole
+            parameters and gradients. Either way replicas (HSDP) are summed over once (row F22).
         clip_norm: largest global gradient norm to let through; the norm is then in the metrics as `grad_norm`.
         clip_norm_type: 1, 2 or `math.inf`.
         donate: reuse the buffers of parameters and optimizer state; arrays taken from the model before become
@@ -87,6 +92,7 @@ class TrainStep:
         mesh: MeshLike,
         batch_axes: str | Sequence[str] | None = None,
         accumulate: int = 1,
+        accumulate_unsharded: bool = False,
         clip_norm: float | None = None,
         clip_norm_type: float = 2.0,
         donate: bool = True,
@@ -108,7 +114,7 @@ class TrainStep:
                 f"trained. Build the optimizer with nnx.Optimizer(model, tx, wrt=nnx.Param)."
             )
         self._accumulate = accumulate
-        self._options = f"{batch_axes=}, {accumulate=}, {clip_norm=}, {clip_norm_type=}, {donate=}"
+        self._options = f"{batch_axes=}, {accumulate=}, {accumulate_unsharded=}, {clip_norm=}, {clip_norm_type=}, {donate=}"
         self._clip = (
             None
             if clip_norm is None
@@ -126,6 +132,7 @@ class TrainStep:
             accumulate=accumulate,
             reduction=config.reduction,
             is_buffer_mean=config.sync_buffers == "mean",
+            units=Units.of(model, self._model.variables) if accumulate_unsharded else None,
         )
         self._states = self._init_hook_states()
         self._jitted = self._build(donate=donate)

@@ -50,13 +50,18 @@ class Variables:
         treedefs = (jax.tree.structure(chosen), jax.tree.structure(rest))
         return cls(graphdef, treedefs, lists[0], lists[1], chosen_filter)
 
+    @property
+    def variables(self) -> tuple[Any, ...]:
+        """All variables, in the order of both lists."""
+        return self.chosen + self.rest
+
     def values(self) -> tuple[list[jax.Array], list[jax.Array]]:
         """Returns the arrays that the variables hold now."""
         return [v.get_value() for v in self.chosen], [v.get_value() for v in self.rest]
 
     def assign(self, chosen: Sequence[jax.Array], rest: Sequence[jax.Array]) -> None:
         """Gives the variables new arrays."""
-        for variable, value in zip(self.chosen + self.rest, [*chosen, *rest], strict=True):
+        for variable, value in zip(self.variables, [*chosen, *rest], strict=True):
             variable.set_value(value)
 
     def merge(self, chosen: Sequence[Any], rest: Sequence[Any]) -> Any:
