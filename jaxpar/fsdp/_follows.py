@@ -71,8 +71,13 @@ def _lies_on(variable: Variable, record: Record) -> bool:
 
 
 def _variables(module: nnx.Pytree) -> list[tuple[Path, Variable]]:
-    return [(path, node) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Variable)]
+    """The variables that hold an array (a masked optimizer's may hold none)."""
+    return [
+        (path, node)
+        for path, node in nnx.iter_graph(module)
+        if isinstance(node, nnx.Variable) and hasattr(node.get_value(), "shape")
+    ]
 
 
 def _shape(variable: Variable) -> tuple[int, ...]:
-    return tuple(getattr(variable.get_value(), "shape", ()))
+    return tuple(variable.get_value().shape)

@@ -17,7 +17,7 @@ from jaxpar._errors import ParallelizeError
 from jaxpar.fsdp._named import NamedArray, check_no_bare_arrays, dtype_of, named_arrays
 from jaxpar.fsdp._pieces import Reading, needs_gather, read, read_all
 from jaxpar.fsdp._record import is_flat
-from jaxpar.mesh import assert_same_everywhere, get_rank
+from jaxpar.mesh import assert_same_everywhere, get_rank, warm_up
 
 DEFAULT_BUDGET_BYTES = 256 * 1024 * 1024
 
@@ -47,6 +47,7 @@ def full_state(
     Raises:
         ParallelizeError: `budget_bytes` is not positive, or an array lies outside a variable.
         DesyncError: the processes ask for different things.
+        ProcessGroupError: a gather is needed, and some processes did not come to it in time.
 
     Example:
         >>> from flax import nnx
@@ -147,6 +148,8 @@ def _agree(arrays: list[NamedArray], budget_bytes: int, *, rank0_only: bool) -> 
         "options": f"{budget_bytes=}, {rank0_only=}",
     }
     assert_same_everywhere("full_state", facts)
+    for mesh in dict.fromkeys(a.value.sharding.mesh for a in arrays if needs_gather(a.value)):
+        warm_up(mesh)
 
 
 def _stream(arrays: list[NamedArray], budget_bytes: int, *, keep: bool) -> Iterator[tuple[str, np.ndarray]]:

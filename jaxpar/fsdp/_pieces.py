@@ -95,7 +95,7 @@ def read(x: jax.Array, *, budget_bytes: int, keep: bool) -> Reading:
     """
     if not needs_gather(x):
         return _read_here(x) if keep else Reading((), lambda: None)
-    return _read_gathered(x, max(1, budget_bytes // 2), keep=keep)
+    return read_gathered(x, max(1, budget_bytes // 2), keep=keep)
 
 
 def needs_gather(x: Any) -> bool:
@@ -126,13 +126,13 @@ def _copy_to_host(x: jax.Array) -> jax.Array:
     return handle
 
 
-def _read_gathered(x: jax.Array, budget_bytes: int, *, keep: bool) -> Reading:
+def read_gathered(x: jax.Array, budget_bytes: int, *, keep: bool) -> Reading:
     sharding = x.sharding
     assert isinstance(sharding, NamedSharding), f"an array over several processes without a mesh: {sharding}"
     blocks = block_indices(x.shape, sharding)
     size = math.prod(sharding.shard_shape(x.shape))
     length = min(size, max(1, budget_bytes // (len(blocks) * x.dtype.itemsize)))
-    gather = _gather_slice(sharding, len(x.shape), length)
+    gather = gather_slice(sharding, len(x.shape), length)
     parts = np.empty((len(blocks), size) if keep else (0, 0), x.dtype)
     on_device = functools.cache(lambda: _to_device_memory(x))  # at the first piece, not before
 
@@ -185,13 +185,13 @@ def _joined(parts: np.ndarray, shape: Sequence[int], blocks: list[tuple[slice, .
 
 
 @functools.lru_cache(maxsize=1024)
-def _gather_slice(sharding: NamedSharding, ndim: int, length: int) -> Callable[[jax.Array, int], jax.Array]:
+def gather_slice(sharding: NamedSharding, ndim: int, length: int) -> Callable[[jax.Array, int], jax.Array]:
     """A program: elements [start, start + length) of every device's part, [ranks, length], on every device."""
     axes = _axes(sharding)
 
     def body(part: jax.Array, start: jax.Array) -> jax.Array:
         piece = jax.lax.dynamic_slice_in_dim(part.reshape(-1), start, length)
-        return all_gather(piece, axes, tiled=False, invariant=True).reshape(-1, length)
+        return all_gather(piece, axes, tiled=False, invariant=True)
 
     mesh: jax.sharding.Mesh = sharding.mesh  # pyright: ignore[reportAssignmentType]
     return jax.jit(
