@@ -22,11 +22,13 @@ class Choice:
         dim: the sharded dim; None: replicated, or stored flat.
         is_flat: stored flat and padded.
         reason: why it is not simply sharded; empty if it is.
+        size: length of that dim on a device that has gathered it.
     """
 
     dim: int | None
     is_flat: bool = False
     reason: str = ""
+    size: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,10 @@ def choose_dim(leaf: Leaf, *, num_parts: int, pad_above_bytes: int) -> Choice:
         return Choice(None, reason="a scalar has no dim")
     divides = [dim for dim, size in enumerate(leaf.left) if size and size % num_parts == 0]
     if 0 in divides:
-        return Choice(0)
+        return Choice(0, size=leaf.left[0])
     if divides:
-        return Choice(max(divides, key=lambda dim: leaf.left[dim]))
+        largest = max(divides, key=lambda dim: leaf.left[dim])
+        return Choice(largest, size=leaf.left[largest])
     why = f"no dim of {list(leaf.left)} divides by {num_parts}"
     if leaf.left != leaf.shape:
         return Choice(None, reason=f"{why}, beside {leaf.spec}")
@@ -107,4 +110,4 @@ def checked_dim(leaf: Leaf, dim: int, num_parts: int) -> Choice:
             f"fully_shard: shard_dim_fn chose dim {dim} of {leaf.name}, which has {leaf.left[dim]} rows on each device; they do "
             f"not divide into {num_parts} parts ({leaf.left[dim]} % {num_parts} = {leaf.left[dim] % num_parts}). {cure}."
         )
-    return Choice(dim)
+    return Choice(dim, size=leaf.left[dim])

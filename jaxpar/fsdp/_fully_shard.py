@@ -5,6 +5,7 @@ model.blocks[0]   the same object, its class swapped; its parameters' shardings 
 """
 
 import difflib
+import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -125,12 +126,12 @@ def fully_shard(
 def register_fsdp_forward_method(module: nnx.Module, name: str) -> None:
     """Makes another method of a unit gather its parameters too, as its `__call__` does (row F31).
 
-    In a training step, parameters of a unit are whole only inside the methods that gather them. `nnx.Embed.attend`
-    is registered already.
+    In a training step, parameters of a unit are whole only inside the methods that gather them. `__call__` and all
+    public methods of the module's own classes do so (`nnx.Embed.attend`); this is for a private or later added one.
 
     Args:
         module: a unit: something that `fully_shard` was called on. Changed in place.
-        name: the method, such as `"encode"`.
+        name: the method, such as `"_encode"`.
 
     Raises:
         ParallelizeError: the module is no unit, or has no such method.
@@ -140,10 +141,10 @@ def register_fsdp_forward_method(module: nnx.Module, name: str) -> None:
         >>> from jaxpar.fsdp import fully_shard, register_fsdp_forward_method
         >>> from jaxpar.mesh import init_device_mesh
         >>> class Encoder(nnx.Linear):
-        ...     def encode(self, x):
+        ...     def _encode(self, x):
         ...         return x @ self.kernel[...]
         >>> encoder = fully_shard(Encoder(8, 8, rngs=nnx.Rngs(0)), init_device_mesh((8,), ("dp",)))
-        >>> register_fsdp_forward_method(encoder, "encode")
+        >>> register_fsdp_forward_method(encoder, "_encode")
     """
     if unit_of(module) is None:
         raise ParallelizeError(
@@ -158,7 +159,10 @@ def register_fsdp_forward_method(module: nnx.Module, name: str) -> None:
 
 
 def _methods(module: nnx.Module) -> tuple[str, ...]:
-    return ("__call__", "attend") if isinstance(module, nnx.Embed) else ("__call__",)
+    """`__call__` and the public methods that the module's own classes define (`nnx.Embed.attend`)."""
+    own = [cls for cls in type(module).__mro__ if cls not in nnx.Module.__mro__]
+    names = {name for cls in own for name, value in vars(cls).items() if inspect.isfunction(value)}
+    return tuple(sorted(name for name in names if name == "__call__" or not name.startswith("_")))
 
 
 def _check(module: nnx.Module) -> None:

@@ -28,12 +28,20 @@ class Record:
         axes: mesh axes, the first varying slowest.
         shape: the parameter's own shape, if it is stored flat and padded.
         reason: why it is not sharded along a dim of its own.
+        size: length of the sharded dim on a device that has gathered it.
     """
 
     dim: int | None
     axes: tuple[str, ...]
     shape: tuple[int, ...] | None = None
     reason: str = ""
+    size: int = 0
+
+    def is_shard(self, x: jax.Array) -> bool:
+        """Whether a per-device array is a part; otherwise it is whole (gathered already, or never sharded)."""
+        if self.dim is None or x.shape == self.shape:
+            return False
+        return x.shape[self.dim] != self.size
 
 
 def record_of(variable: nnx.Variable[Any]) -> Record | None:
@@ -60,4 +68,6 @@ def logical_shape(variable: nnx.Variable[Any]) -> tuple[int, ...]:
 def own_shape(variable: nnx.Variable[Any], whole: jax.Array) -> jax.Array:
     """A whole parameter in the shape that the model's code sees."""
     record = record_of(variable)
-    return whole if record is None or record.shape is None else unflatten(whole, record.shape)
+    if record is None or record.shape is None or whole.shape == record.shape:
+        return whole
+    return unflatten(whole, record.shape)

@@ -107,15 +107,16 @@ class Storage:
         x = variable.get_value()
         used = entries(self._spec_without_ours(variable), x.ndim)
         if choice.is_flat:
-            shape, dim = tuple(x.shape), -1
+            shape, dim, size = tuple(x.shape), -1, padded_size(x.size, self.num_parts)
             x = self._flat(x)
             used = [self.axes]
         else:
-            shape, dim = None, None if choice.dim is None else choice.dim - x.ndim
+            shape, dim, size = None, None, 0
             if choice.dim is not None:
+                dim, size = choice.dim - x.ndim, choice.size
                 used[choice.dim] = (*used[choice.dim], *self.axes)
         variable.set_value(_put(x, NamedSharding(self.mesh, as_spec(used))))
-        variable.set_metadata(KEY, Record(dim, self.axes, shape, choice.reason))
+        variable.set_metadata(KEY, Record(dim, self.axes, shape, choice.reason, size))
 
     def _flat(self, x: Any) -> Any:
         length = padded_size(x.size, self.num_parts)

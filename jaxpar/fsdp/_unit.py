@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar._after import number_of
-from jaxpar._module import manual_axes, vary, varying_axes
+from jaxpar._module import manual_axes, vary
 from jaxpar._pytree import leaf_name
 from jaxpar.fsdp._order import Order, are_parameters_whole, current_order
-from jaxpar.fsdp._policy import MixedPrecisionPolicy
+from jaxpar.fsdp._policy import MixedPrecisionPolicy, cast_floating
 from jaxpar.fsdp._record import is_flat, own_shape, record_of
 from jaxpar.fsdp._run import run_regathering
 from jaxpar.fsdp._unshard import Gather
@@ -111,8 +111,10 @@ def _call(
     original: Any, self: Any, unit: Unit, order: Order, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     variables = own_variables(self)
-    if are_parameters_whole():
-        with _assigned(variables, [own_shape(v, v.get_value()) for v in variables]), order.inside(self):
+    shards = [v.get_value() for v in variables]
+    if are_parameters_whole() or not any(_is_shard(v, x) for v, x in zip(variables, shards, strict=True)):
+        whole = cast_floating(shards, unit.policy.param_dtype)
+        with _assigned(variables, _own(variables, whole)), order.inside(self):
             return original(*args, **kwargs)
     started = number_of(
         [x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array) and _is_number(x)][:1]
@@ -122,10 +124,8 @@ def _call(
     order.started.append(started)
     reshard = _reshards(self, unit, order)
     if reshard is False:
-        own = [own_shape(v, x) for v, x in zip(variables, full, strict=True)]
-        with _assigned(variables, own), order.inside(self):
+        with _assigned(variables, _own(variables, full)), order.inside(self):
             return original(*args, **kwargs)
-    shards = [v.get_value() for v in variables]
     again = unit.gather(variables, shards)
     if reshard is not True:
         again = dataclasses.replace(again, axes=_live(reshard), policy=MixedPrecisionPolicy())
@@ -179,11 +179,20 @@ def _live(axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def _dim(variable: Variable, shard: jax.Array, axes: tuple[str, ...]) -> int | None:
-    """The dim to gather along; None for what is replicated, and for what is whole although it once was sharded."""
+    """The dim to gather along; None for what is whole: replicated, or gathered by a unit around this one."""
     record = record_of(variable)
-    if record is None or record.dim is None or not axes or not set(axes) <= varying_axes(shard):
+    if record is None or record.dim is None or not axes or not record.is_shard(shard):
         return None
     return record.dim % shard.ndim
+
+
+def _own(variables: Sequence[Variable], whole: Sequence[jax.Array]) -> list[jax.Array]:
+    return [own_shape(v, x) for v, x in zip(variables, whole, strict=True)]
+
+
+def _is_shard(variable: Variable, x: jax.Array) -> bool:
+    record = record_of(variable)
+    return record is not None and record.is_shard(x)
 
 
 def _pieces(full: Sequence[jax.Array], gather: Gather) -> list[jax.Array]:
@@ -210,7 +219,7 @@ def _is_number(x: jax.Array) -> bool:
 def _own_shapes(variables: Sequence[Variable]) -> Iterator[None]:
     """In global view, gives flat variables the shape that the module's code expects."""
     flat = [v for v in variables if is_flat(v)]
-    with _assigned(flat, [own_shape(v, v.get_value()) for v in flat]):
+    with _assigned(flat, _own(flat, [v.get_value() for v in flat])):
         yield
 
 
