@@ -7,11 +7,9 @@ built before                mu: whole on every device: n times the memory, and t
 from typing import Any
 
 from flax import nnx
-from jax.sharding import NamedSharding
 
 from jaxpar._errors import ParallelizeError
-from jaxpar.fsdp._dims import entries
-from jaxpar.fsdp._named import dotted
+from jaxpar.fsdp._named import dotted, splitting_axes
 from jaxpar.fsdp._record import Record, record_of
 
 Path = tuple[Any, ...]
@@ -63,11 +61,7 @@ def _built_before(name: str, of: str, state: Variable, parameter: Variable, reco
 
 
 def _lies_on(variable: Variable, record: Record) -> bool:
-    sharding = getattr(variable.get_value(), "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return False
-    used = {axis for axes in entries(sharding.spec, len(sharding.spec)) for axis in axes}
-    return set(record.axes) <= used
+    return set(record.axes) <= set(splitting_axes(getattr(variable.get_value(), "sharding", None)))
 
 
 def _variables(module: nnx.Pytree) -> list[tuple[Path, Variable]]:

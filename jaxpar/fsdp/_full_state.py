@@ -1,22 +1,20 @@
-"""Full state: whole arrays on the host by dotted name, whatever the layout on the devices.
+"""`full_state`: whole arrays on the host by dotted name, whatever the layout on the devices.
 
 device 0: [w 0:2]  device 1: [w 2:4]    --full_state-->       {"w": [w 0:4]}
-device 0: [w 0:2]  device 1: [w 2:4]    <--load_full_state--  {"w": [w 0:4]}      each process puts its own pieces
+                                        <--load_full_state--  the inverse, `_load_full_state.py`
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
 
 from jaxpar._errors import ParallelizeError
-from jaxpar.fsdp._named import NamedArray, check_no_bare_arrays, dtype_of, named_arrays
-from jaxpar.fsdp._pieces import Reading, needs_gather, read, read_all
-from jaxpar.fsdp._record import is_flat
+from jaxpar.fsdp._named import NamedArray, check_no_bare_arrays, named_arrays
+from jaxpar.fsdp._pieces import needs_gather, read
+from jaxpar.fsdp._stream import Reading, read_all
 from jaxpar.mesh import assert_same_everywhere, get_rank, warm_up
 
 DEFAULT_BUDGET_BYTES = 256 * 1024 * 1024
@@ -85,57 +83,6 @@ def iter_full_state(
     return _stream(arrays, budget_bytes, keep=not rank0_only or get_rank() == 0)
 
 
-def load_full_state(
-    module: nnx.Module | nnx.Optimizer, state: Mapping[str, Any], *, strict: bool = True
-) -> tuple[str, ...]:
-    """Puts the arrays of `full_state` into a model or an optimizer, in place, in the layout that it has now.
-
-    Nothing moves between devices: each process puts the pieces that its own devices hold. The layout may differ from
-    the one that was saved: another number of devices, another dim, padded or not; abstract variables
-    (`jax.ShapeDtypeStruct`) become arrays where their shardings say.
-
-    Args:
-        module: a model or `nnx.Optimizer`. An optimizer follows its model: shard the model, build the optimizer, load both.
-        state: host arrays by dotted name, the same on every process; also a lazy mapping, such as `np.load("state.npz")`.
-            Shapes and dtypes must be the variables' own; nothing is cast or broadcast.
-        strict: False leaves variables without an array in `state` as they are, and ignores names without a variable.
-
-    Returns:
-        The names of the variables that were left as they are; empty if `strict`.
-
-    Raises:
-        ParallelizeError: names, shapes or dtypes do not fit: all of them in one message, and nothing is changed.
-
-    Example:
-        >>> from flax import nnx
-        >>> from jaxpar.fsdp import full_state, fully_shard, load_full_state
-        >>> from jaxpar.mesh import init_device_mesh
-        >>> state = full_state(nnx.Linear(16, 8, rngs=nnx.Rngs(0)))
-        >>> model = fully_shard(nnx.Linear(16, 8, rngs=nnx.Rngs(1)), init_device_mesh((8,), ("dp",)))
-        >>> load_full_state(model, state)
-        ()
-        >>> bool((model.kernel[...] == state["kernel"]).all())
-        True
-    """
-    check_no_bare_arrays(module)
-    arrays = named_arrays(module)
-    faults = _faults(arrays, state, strict=strict)
-    if faults:
-        lines = "".join(f"\n    {fault}" for fault in faults)
-        raise ParallelizeError(
-            f"load_full_state: {len(faults)} names do not fit {type(module).__name__}; nothing was loaded:{lines}\n"
-            f"Names are dotted paths of variables, shapes those without padding, as full_state gives them; dtypes must match. "
-            f"strict=False skips missing and unexpected names."
-        )
-    present = [array for array in arrays if array.name in state]
-    for array in present:
-        array.assign(_placed(array, np.asarray(state[array.name])))
-    return tuple(array.name for array in arrays if array.name not in state)
-
-
-# Reading.
-
-
 def _agree(arrays: list[NamedArray], budget_bytes: int, *, rank0_only: bool) -> None:
     """Every process must gather the same arrays in the same pieces, and be here."""
     names = "\n".join(
@@ -169,52 +116,3 @@ def _reading(array: NamedArray, budget_bytes: int, *, keep: bool) -> Reading:
 
 def _size(array: NamedArray) -> int:
     return int(np.prod(array.shape, dtype=np.int64))
-
-
-# Loading.
-
-
-def _faults(arrays: list[NamedArray], state: Mapping[str, Any], *, strict: bool) -> list[str]:
-    faults = []
-    for array in arrays:
-        if array.name not in state:
-            if strict:
-                faults.append(f"{array.name}: missing from the state ({array.dtype}{list(array.shape)})")
-            continue
-        given = state[array.name]
-        shape, dtype = np.shape(given), dtype_of(given)
-        if tuple(shape) != array.shape:
-            faults.append(f"{array.name}: shape {list(shape)} in the state, {list(array.shape)} here")
-        if dtype != array.dtype:
-            faults.append(
-                f"{array.name}: dtype {dtype} in the state, {array.dtype} here; cast it with .astype if that is meant"
-            )
-    if strict:
-        known = {array.name for array in arrays}
-        faults += [f"{name}: unexpected, no variable has this name" for name in state if name not in known]
-    return faults
-
-
-def _placed(array: NamedArray, host: np.ndarray) -> Any:
-    """The array as the variable stores it now: padded, sharded, in its memory; a copy."""
-    old = array.value
-    if not isinstance(old, jax.Array | jax.ShapeDtypeStruct):
-        return host.copy() if isinstance(old, np.ndarray) else host.item()
-    if is_flat(array.variable):
-        host = np.pad(host.reshape(-1), (0, old.shape[0] - host.size))
-    x = _put(host, old)
-    return jax.random.wrap_key_data(x, impl=_key_impl(old)) if array.is_key else x
-
-
-def _put(host: np.ndarray, old: Any) -> jax.Array:
-    is_placed = isinstance(old.sharding, NamedSharding) or getattr(old, "committed", False)
-    if not is_placed:
-        return jax.numpy.array(host)
-    # A copy of each piece: XLA:CPU may use NumPy's memory as it is, and a training step donates it.
-    return jax.make_array_from_callback(host.shape, old.sharding, lambda index: np.array(host[index]))
-
-
-def _key_impl(keys: Any) -> Any:
-    impls = []
-    jax.eval_shape(lambda k: impls.append(jax.random.key_impl(k)), keys)
-    return impls[0]

@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from jaxpar._errors import ParallelizeError
 from jaxpar._pytree import leaf_name
+from jaxpar.fsdp._dims import entries
 from jaxpar.fsdp._record import is_flat, logical_shape
 
 Variable = nnx.Variable[Any]
@@ -97,6 +99,14 @@ def check_no_bare_arrays(module: nnx.Pytree) -> None:
 def dtype_of(x: Any) -> np.dtype:
     """The dtype of an array or number, without reading it."""
     return x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+
+
+def splitting_axes(sharding: Any) -> tuple[str, ...]:
+    """The mesh axes that split an array of this sharding, in mesh order; none if it is not on a mesh."""
+    if not isinstance(sharding, NamedSharding):
+        return ()
+    used = {axis for names in entries(sharding.spec, len(sharding.spec)) for axis in names}
+    return tuple(axis for axis in sharding.mesh.axis_names if axis in used)
 
 
 def _arrays_of(name: str, variable: Variable) -> list[NamedArray]:

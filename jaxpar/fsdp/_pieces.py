@@ -1,16 +1,12 @@
-"""Arrays on their way to the host, piece by piece, never more than a budget at once.
+"""How an array is read to the host, in pieces.
 
 all here            device 0: [a] -copy-> host[0:2]    device 1: [b] -copy-> host[2:4]
 over processes      [a] [b] -all-gather of a slice-> [a' b'] on every device -copy-> host, then the next slice
-
-Pieces overlap: while one is copied the next ones are gathered, as far as the budget allows.
 """
 
-import collections
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,71 +14,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.fsdp._dims import entries
+from jaxpar.fsdp._named import splitting_axes
+from jaxpar.fsdp._stream import Piece, Reading
 from jaxpar.mesh import all_gather
-
-# More collective programs in flight than this only cost memory (and can deadlock XLA:CPU's small thread pool).
-MAX_PIECES_IN_FLIGHT = 8
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of an array that travels at once.
-
-    Args:
-        num_bytes: what it takes while it travels.
-        start: begins the work and returns what to wait for.
-        finish: waits for that, and puts it where it belongs on the host.
-    """
-
-    num_bytes: int
-    start: Callable[[], Any]
-    finish: Callable[[Any], None]
-
-
-@dataclass(frozen=True)
-class Reading:
-    """An array that is being read.
-
-    Args:
-        pieces: what has to travel, in order.
-        result: the array on the host, once all pieces are finished; None on a process that does not keep it.
-    """
-
-    pieces: Iterable[Piece]
-    result: Callable[[], np.ndarray | None]
-
-
-def read_all(readings: Iterable[Reading], budget_bytes: int) -> Iterator[np.ndarray | None]:
-    """Yields the arrays in order; what travels at any time stays within the budget, or is one piece."""
-    waiting: collections.deque[tuple[Piece, Any]] = collections.deque()
-    done: collections.deque[tuple[Reading, int]] = (
-        collections.deque()
-    )  # with the number of pieces before its end
-    num_bytes = num_started = num_finished = 0
-
-    def finish_one() -> None:
-        nonlocal num_bytes, num_finished
-        piece, started = waiting.popleft()
-        piece.finish(started)
-        num_bytes, num_finished = num_bytes - piece.num_bytes, num_finished + 1
-
-    def finished() -> Iterator[np.ndarray | None]:
-        while done and done[0][1] <= num_finished:
-            yield done.popleft()[0].result()
-
-    for reading in readings:
-        for piece in reading.pieces:
-            while waiting and (
-                num_bytes + piece.num_bytes > budget_bytes or len(waiting) == MAX_PIECES_IN_FLIGHT
-            ):
-                finish_one()
-            waiting.append((piece, piece.start()))
-            num_bytes, num_started = num_bytes + piece.num_bytes, num_started + 1
-        done.append((reading, num_started))
-        yield from finished()
-    while waiting:
-        finish_one()
-        yield from finished()
 
 
 def read(x: jax.Array, *, budget_bytes: int, keep: bool) -> Reading:
@@ -127,6 +61,7 @@ def _copy_to_host(x: jax.Array) -> jax.Array:
 
 
 def read_gathered(x: jax.Array, budget_bytes: int, *, keep: bool) -> Reading:
+    """Slices of all parts, each gathered to every device and copied from one; at most `budget_bytes` or one element each."""
     sharding = x.sharding
     assert isinstance(sharding, NamedSharding), f"an array over several processes without a mesh: {sharding}"
     blocks = block_indices(x.shape, sharding)
@@ -161,7 +96,7 @@ def read_gathered(x: jax.Array, budget_bytes: int, *, keep: bool) -> Reading:
 
 def block_indices(shape: Sequence[int], sharding: NamedSharding) -> list[tuple[slice, ...]]:
     """Which part of the array each rank of the sharding's axes (in mesh order) has."""
-    axes, dims = _axes(sharding), entries(sharding.spec, len(shape))
+    axes, dims = splitting_axes(sharding), entries(sharding.spec, len(shape))
     sizes = [sharding.mesh.shape[axis] for axis in axes]
     local = sharding.shard_shape(tuple(shape))
     blocks = []
@@ -187,7 +122,7 @@ def _joined(parts: np.ndarray, shape: Sequence[int], blocks: list[tuple[slice, .
 @functools.lru_cache(maxsize=1024)
 def gather_slice(sharding: NamedSharding, ndim: int, length: int) -> Callable[[jax.Array, int], jax.Array]:
     """A program: elements [start, start + length) of every device's part, [ranks, length], on every device."""
-    axes = _axes(sharding)
+    axes = splitting_axes(sharding)
 
     def body(part: jax.Array, start: jax.Array) -> jax.Array:
         piece = jax.lax.dynamic_slice_in_dim(part.reshape(-1), start, length)
@@ -201,13 +136,5 @@ def gather_slice(sharding: NamedSharding, ndim: int, length: int) -> Callable[[j
 
 def _to_device_memory(x: jax.Array) -> jax.Array:
     """Each device's part in its own memory, if it was offloaded to the host."""
-    sharding = x.sharding
-    assert isinstance(sharding, NamedSharding)
-    default = sharding.mesh.devices.flat[0].default_memory().kind
-    return x if sharding.memory_kind == default else jax.device_put(x, sharding.with_memory_kind(default))
-
-
-def _axes(sharding: NamedSharding) -> tuple[str, ...]:
-    """The axes that split the array, in mesh order."""
-    used = {axis for names in entries(sharding.spec, len(sharding.spec)) for axis in names}
-    return tuple(axis for axis in sharding.mesh.axis_names if axis in used)
+    default = next(iter(x.sharding.device_set)).default_memory().kind
+    return x if x.sharding.memory_kind == default else jax.device_put(x, x.sharding.with_memory_kind(default))

@@ -22,8 +22,7 @@ import rich.table
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from jaxpar.fsdp._dims import entries
-from jaxpar.fsdp._named import NamedArray, named_arrays
+from jaxpar.fsdp._named import NamedArray, named_arrays, splitting_axes
 from jaxpar.fsdp._record import is_flat, record_of
 from jaxpar.mesh import Placement, spec_to_placements
 
@@ -209,9 +208,7 @@ def _reason(array: NamedArray) -> str:
         return "not below any unit" if is_parameter else "belongs to no parameter below a unit"
     if record.dim is None or is_flat(array.variable):
         return record.reason
-    sharding = getattr(array.value, "sharding", None)
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
-    if set(record.axes) <= {axis for axes in entries(spec, len(spec)) for axis in axes}:
+    if set(record.axes) <= set(splitting_axes(getattr(array.value, "sharding", None))):
         return ""
     return f"its array is not split over {', '.join(record.axes)}"
 

@@ -18,7 +18,8 @@ from jaxpar._errors import ParallelizeError
 from jaxpar.debug import collectives
 from jaxpar.fsdp import full_state, fully_shard, load_full_state
 from jaxpar.fsdp._full_state import iter_full_state
-from jaxpar.fsdp._pieces import MAX_PIECES_IN_FLIGHT, Piece, Reading, gather_slice, read_all, read_gathered
+from jaxpar.fsdp._pieces import gather_slice, read_gathered
+from jaxpar.fsdp._stream import MAX_PIECES_IN_FLIGHT, Piece, Reading, read_all
 from jaxpar.mesh import init_device_mesh
 
 
