@@ -24,7 +24,7 @@ PUBLIC = {
     """,
     "jaxpar.fsdp": """
         MixedPrecisionPolicy ParameterRow ShardingReport full_state fully_shard load_full_state
-        register_fsdp_forward_method sharded_call sharding_report unshard
+        register_fsdp_forward_method shard_optimizer_state sharded_call sharding_report unshard
     """,
     "jaxpar.data": """
         DistributedSampler global_batch join pad_batch

@@ -4,6 +4,7 @@ batch_axes ("dp",)    unit shards over dp     ok: each rank adds the gradient of
                       unit shards over tp     wrong: ranks of tp saw the same rows, and their sum counts them twice
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,9 +12,12 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from jaxpar._errors import ParallelizeError
+from jaxpar.ddp._hooks import allreduce_hook
+from jaxpar.ddp._reduce import Reduction
 from jaxpar.fsdp._dims import entries
 from jaxpar.fsdp._record import Record, record_of
 from jaxpar.fsdp._unit import unit_of
+from jaxpar.fsdp._zero1 import Cut
 
 
 def check_units(model: nnx.Module, batch_axes: tuple[str, ...]) -> None:
@@ -55,6 +59,34 @@ def check_records(model: nnx.Module, mesh: jax.sharding.Mesh) -> None:
                 f"TrainStep: {'.'.join(map(str, path))}, {x.dtype}{list(x.shape)}, {wrong}. In the step its unit would "
                 f"take this device's block for something that it is not. Keep the sharding when you assign: "
                 f"variable[...] = jax.device_put(value, variable.sharding)."
+            )
+
+
+def check_cuts(
+    names: Sequence[str], cuts: Sequence[Cut | None], batch_axes: tuple[str, ...], reduction: Reduction
+) -> None:
+    """Refuses sharded state of replicated parameters (ZeRO-1) that the gradients cannot follow.
+
+    Raises:
+        ParallelizeError: it is sharded over an axis that does not split the batch, or a communication hook of
+            `DistributedDataParallel` would be bypassed.
+    """
+    for name, cut in zip(names, cuts, strict=True):
+        if cut is None:
+            continue
+        outside = [axis for axis in cut.axes if axis not in batch_axes]
+        if outside:
+            raise ParallelizeError(
+                f"TrainStep: the optimizer's state of {name} is sharded over {cut.axes}, its parameter is not, and "
+                f"batch_axes={batch_axes} does not split the batch over {outside[0]!r}: gradients are not summed there, so they "
+                f"cannot be reduce-scattered. Write shard_optimizer_state(optimizer, mesh[{batch_axes[0]!r}])."
+            )
+        if reduction.comm_hook is not allreduce_hook:
+            hook = getattr(reduction.comm_hook, "__name__", type(reduction.comm_hook).__name__)
+            raise ParallelizeError(
+                f"TrainStep: DistributedDataParallel(comm_hook={hook}) says how gradients are all-reduced, but those of "
+                f"{name} are reduce-scattered, because its optimizer state is sharded (shard_optimizer_state): the hook would "
+                f"be bypassed. Remove the hook, or keep the state replicated."
             )
 
 

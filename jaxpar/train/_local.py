@@ -21,12 +21,12 @@ from jaxpar._mean import Mean, divide
 from jaxpar._module import vary, varying_axes
 from jaxpar._pytree import PyTree
 from jaxpar.ddp._order import ready_order
-from jaxpar.ddp._reduce import Reduction, reduce_buckets, reduce_in_backward, start_after
 from jaxpar.fsdp._order import new_order, parameters_are_whole
 from jaxpar.fsdp._whole import Units
 from jaxpar.train._dropout import use_global_positions
 from jaxpar.train._metrics import split_output, sum_over_ranks, values
 from jaxpar.train._scan import scan_sum, widen
+from jaxpar.train._sums import GradientSums, Plan
 
 Leaves = list[jax.Array]
 
@@ -39,12 +39,12 @@ class LocalStep:
         loss_fn: `loss_fn(model, batch)`.
         merge: builds the model from parameter leaves and other leaves.
         split: takes the other leaves out of a model.
-        param_axes: for each parameter, the batch axes over which it is replicated: its gradient is summed there.
-        rest_axes: the same for the other leaves: what differs there after the forward is made equal.
+        sums: how gradients are summed.
+        rest_axes: for each other leaf, the batch axes over which it is replicated: what differs there after the
+            forward is made equal.
         axes: batch axes of size above 1.
         num_ranks: product of their sizes.
         accumulate: number of microbatches.
-        reduction: bucket sizes and hook.
         is_buffer_mean: other leaves are made equal by their mean, instead of taking rank 0's.
         units: units to gather before the microbatches and to scatter after them; None: in each.
     """
@@ -52,12 +52,11 @@ class LocalStep:
     loss_fn: Callable[[Any, Any], Any]
     merge: Callable[[Sequence[jax.Array], Sequence[jax.Array]], nnx.Module]
     split: Callable[[nnx.Module], Leaves]
-    param_axes: tuple[tuple[str, ...], ...]
+    sums: GradientSums
     rest_axes: tuple[tuple[str, ...], ...]
     axes: tuple[str, ...]
     num_ranks: int
     accumulate: int
-    reduction: Reduction
     is_buffer_mean: bool = False
     units: Units | None = None
 
@@ -70,17 +69,13 @@ class LocalStep:
         grads, rest, mine, metrics = run(params, rest, mine, batch)
         return grads, rest, jax.tree.map(lambda x: x[None], mine), metrics
 
-    def buckets(self, params: Leaves, rest: Leaves, batch: PyTree) -> tuple[Any, ...]:
-        """Returns the buckets, filled in the order in which this model's gradients become ready."""
-        by_default = self.reduction.buckets(params, self.param_axes)
-        if self.accumulate > 1 or len(by_default) < 2:
+    def _plan(self, params: Leaves, rest: Leaves, batch: PyTree) -> Plan:
+        """The buckets, filled in the order in which this model's gradients become ready."""
+        by_default = self.sums.plan(params)
+        if self.accumulate > 1 or len(by_default.buckets) + len(by_default.groups) < 2:
             return by_default
-        order = ready_order(lambda p: self._forward(self._marked(p), rest, batch)[0].total, params)
-        return self.reduction.buckets(params, self.param_axes, order)
-
-    def _marked(self, params: Leaves) -> Leaves:
-        """The parameters as varying over the axes on which they are reduced: nobody else reduces them then."""
-        return [vary(p, axes) for p, axes in zip(params, self.param_axes, strict=True)]
+        order = ready_order(lambda p: self._forward(self.sums.marked(p), rest, batch)[0].total, params)
+        return self.sums.plan(params, order)
 
     def _forward(
         self, params: Sequence[jax.Array], rest: Sequence[jax.Array], batch: PyTree
@@ -92,29 +87,29 @@ class LocalStep:
         return Mean(vary(loss.total, self.axes), loss.count), metrics, self.split(model)
 
     def _at_once(self, params: Leaves, rest: Leaves, states: Any, batch: PyTree) -> Any:
-        buckets = self.buckets(params, rest, batch)
+        plan = self._plan(params, rest, batch)
 
-        def objective(params: Leaves, states: Any) -> Any:
-            marked, tokens = reduce_in_backward(params, self.reduction, buckets, states)
+        def objective(mine: Leaves, states: Any) -> Any:
+            marked, tokens = self.sums.in_backward(mine, params, states, plan)
             loss, metrics, rest_out = self._forward(marked, rest, batch)
             return (loss.total, tokens), ({"loss": loss, **metrics}, rest_out)
 
-        (total, _), pullback, (means, rest) = jax.vjp(objective, params, states, has_aux=True)
+        mine = self.sums.slices.take(params)
+        (total, _), pullback, (means, rest) = jax.vjp(objective, mine, states, has_aux=True)
         means, rest = self._reduce_results(means, rest)
         seed = vary(self._one_over_count(means["loss"], total.dtype), tuple(varying_axes(total)))
-        grads, states = pullback((seed, start_after(_number_of(means), buckets)))
+        grads, states = pullback((seed, self.sums.start(_number_of(means), plan)))
         return grads, rest, states, values(means, self.num_ranks)
 
     def _accumulated(self, params: Leaves, rest: Leaves, states: Any, batch: PyTree) -> Any:
-        marked = self._marked(params)
         microbatches = jax.tree.map(self._split_rows, batch)
         run = self._sum if self.units is None else self._sum_whole
-        grads, means, rest = run(marked, rest, microbatches)
+        grads, means, rest = run(self.sums.marked(params), rest, microbatches)
         means, rest = self._reduce_results(means, rest)
         scale = self._one_over_count(means["loss"], jnp.float32)
         grads = [(g * scale).astype(p.dtype) for g, p in zip(grads, params, strict=True)]
-        buckets = self.reduction.buckets(grads, self.param_axes)
-        grads, states = reduce_buckets(grads, self.reduction, buckets, states, after=_number_of(means))
+        plan = self._plan(params, rest, batch)
+        grads, states = self.sums.after_backward(grads, states, plan, _number_of(means))
         return grads, rest, states, values(means, self.num_ranks * self.accumulate)
 
     def _sum(self, params: Leaves, rest: Leaves, microbatches: PyTree) -> tuple[Leaves, PyTree, Leaves]:

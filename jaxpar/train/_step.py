@@ -23,12 +23,16 @@ from jaxpar._pytree import PyTree
 from jaxpar.data import global_batch
 from jaxpar.ddp._module import CONFIG, DDPConfig, put_on_mesh
 from jaxpar.ddp._reduce import Reduction
+from jaxpar.fsdp._follows import check_optimizer_follows
 from jaxpar.fsdp._whole import Units
+from jaxpar.fsdp._zero1 import cuts_of
 from jaxpar.mesh import MeshLike, as_jax_mesh, assert_same_everywhere, axes_of, warm_up
 from jaxpar.mesh._flat_buffers import default_flatten_below_bytes
-from jaxpar.train._checks import check_records, check_units
+from jaxpar.train._checks import check_cuts, check_records, check_units
 from jaxpar.train._clip import clip_grad_norm
 from jaxpar.train._local import LocalStep
+from jaxpar.train._sums import GradientSums, slices_of
+from jaxpar.train._update import Update
 from jaxpar.train._variables import Variables
 
 # On CPU, programs queue on a small thread pool; more than this many steps in flight only cost memory (and,
@@ -106,6 +110,7 @@ class TrainStep:
         check_records(model, self._mesh)
         put_on_mesh(model, self._mesh)
         put_on_mesh(optimizer, self._mesh)
+        check_optimizer_follows(model, optimizer)
         self._model = Variables.of(model, optimizer.wrt)
         self._optimizer = Variables.of(optimizer, nnx.OptState)
         if not self._model.chosen:
@@ -120,17 +125,23 @@ class TrainStep:
             if clip_norm is None
             else functools.partial(clip_grad_norm, max_norm=clip_norm, norm_type=clip_norm_type)
         )
+        found = cuts_of(model, optimizer)
+        self._cuts = tuple(found.get(id(variable)) for variable in self._model.chosen)
+        check_cuts(self._model.chosen_names, self._cuts, self._batch_axes, config.reduction)
         live = tuple(axis for axis in self._batch_axes if self._mesh.shape[axis] > 1)
         self._local = LocalStep(
             loss_fn=loss_fn,
             merge=self._model.merge,
             split=self._model.rest_of,
-            param_axes=tuple(_missing(live, x) for x in self._model.values()[0]),
+            sums=GradientSums(
+                axes=tuple(_missing(live, x) for x in self._model.values()[0]),
+                slices=slices_of(self._cuts, live, config.reduction.flatten_below_bytes),
+                reduction=config.reduction,
+            ),
             rest_axes=tuple(_missing(live, x) for x in self._model.values()[1]),
             axes=live,
             num_ranks=math.prod(self._mesh.shape[axis] for axis in live),
             accumulate=accumulate,
-            reduction=config.reduction,
             is_buffer_mean=config.sync_buffers == "mean",
             units=Units.of(model, self._model.variables) if accumulate_unsharded else None,
         )
@@ -206,7 +217,7 @@ class TrainStep:
         local = [
             jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype) for x in self._model.values()[0]
         ]
-        states = self._local.reduction.init_states(local)
+        states = self._local.sums.reduction.init_states(local)
         if not jax.tree.leaves(states):
             return states
         by_rank = NamedSharding(self._mesh, PartitionSpec(self._local.axes or None))
@@ -217,24 +228,32 @@ class TrainStep:
         return jax.jit(lambda: jax.tree.map(stack, states), out_shardings=by_rank)()
 
     def _build(self, *, donate: bool) -> jax.stages.Wrapped:
-        specs = [_live_spec(x, self._mesh) for x in self._model.values()[0]]
-        rest_specs = [_live_spec(x, self._mesh) for x in self._model.values()[1]]
+        params, rest = ([x.sharding for x in leaves] for leaves in self._model.values())
+        specs, rest_specs = [_live_spec(x) for x in params], [_live_spec(x) for x in rest]
+        cut = [_live_spec(c.sharding) if c else spec for c, spec in zip(self._cuts, specs, strict=True)]
         by_rank = PartitionSpec(self._local.axes or None)
         local = jax.shard_map(
             self._local,
             mesh=self._mesh,
             in_specs=(specs, rest_specs, by_rank, by_rank),
-            out_specs=(specs, rest_specs, by_rank, PartitionSpec()),
+            out_specs=(cut, rest_specs, by_rank, PartitionSpec()),
+        )
+
+        update = Update(
+            model=self._model,
+            optimizer=self._optimizer,
+            cuts=tuple(cut and cut.sharding for cut in self._cuts),
+            clip=self._clip,
+            gather=jax.shard_map(
+                self._local.sums.gathered, mesh=self._mesh, in_specs=(cut, specs), out_specs=specs
+            ),
         )
 
         def train_step(params: Any, rest: Any, chosen: Any, other: Any, states: Any, batch: PyTree) -> Any:
             _check_rows(batch, self._local.num_ranks, self._accumulate, self._batch_axes)
             grads, rest, states, metrics = local(params, rest, states, batch)
-            if self._clip is not None:
-                grads, metrics["grad_norm"] = self._clip(grads)
-            model, optimizer = self._model.merge(params, rest), self._optimizer.merge(chosen, other)
-            optimizer.update(model, jax.tree.unflatten(self._model.treedefs[0], grads))
-            return (*self._model.split(model), *self._optimizer.split(optimizer), states, metrics)
+            updated, norms = update(grads, params, rest, chosen, other)
+            return (*updated, states, metrics | norms)
 
         arguments = (*self._model.values(), *self._optimizer.values(), self._states)
         kept = jax.tree.map(lambda x: x.sharding, arguments)
@@ -286,14 +305,14 @@ def _missing(axes: tuple[str, ...], x: Any) -> tuple[str, ...]:
     return tuple(axis for axis in axes if axis not in used)
 
 
-def _live_spec(x: Any, mesh: jax.sharding.Mesh) -> PartitionSpec:
-    """The array's spec without axes of size 1: nothing varies over them, so they cost no collective."""
+def _live_spec(sharding: Any) -> PartitionSpec:
+    """The spec without axes of size 1: nothing varies over them, so they cost no collective."""
 
     def live(entry: Any) -> Any:
         names = (entry,) if isinstance(entry, str) else tuple(entry or ())
-        return tuple(name for name in names if mesh.shape[name] > 1) or None
+        return tuple(name for name in names if sharding.mesh.shape[name] > 1) or None
 
-    return PartitionSpec(*(live(entry) for entry in x.sharding.spec))
+    return PartitionSpec(*(live(entry) for entry in sharding.spec))
 
 
 def _check_rows(batch: PyTree, num_ranks: int, accumulate: int, batch_axes: tuple[str, ...]) -> None:

@@ -55,6 +55,11 @@ class Variables:
         """All variables, in the order of both lists."""
         return self.chosen + self.rest
 
+    @property
+    def chosen_names(self) -> tuple[str, ...]:
+        """Dotted names of the chosen variables."""
+        return leaf_names(jax.tree.unflatten(self.treedefs[0], [0] * self.treedefs[0].num_leaves))
+
     def values(self) -> tuple[list[jax.Array], list[jax.Array]]:
         """Returns the arrays that the variables hold now."""
         return [v.get_value() for v in self.chosen], [v.get_value() for v in self.rest]
