@@ -37,8 +37,15 @@ def parse_args(
     )
 
     parallelism = Group(parser, "parallelism")
-    parallelism.choice("--strategy", strategies, "ddp", "ddp: every device holds the whole model")
-    parallelism.mesh("--mesh", "devices by axis (default: all devices of all processes)")
+    parallelism.choice(
+        "--strategy",
+        strategies,
+        "ddp",
+        "ddp: every device holds the whole model; zero1: all but the optimizer's state; fsdp: 1/dp of everything",
+    )
+    parallelism.mesh(
+        "--mesh", "devices by axis, dp=4 or replica=2,dp=2 (default: all devices of all processes on dp)"
+    )
 
     training = Group(parser, "training")
     training.count("--steps", 500, "optimizer steps")
@@ -58,7 +65,12 @@ def parse_args(
     output.text("--prompt", "def ", "what the sample starts with")
     output.count("--sample-bytes", 300, "length of the sample")
     output.number("--temperature", 0.7, "of the sample; 0 takes the likeliest byte always")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if "replica" in args.mesh and args.strategy != "fsdp":
+        parser.error(
+            f"argument --mesh: replica is for --strategy fsdp, whose shards it replicates; write dp={math.prod(args.mesh.values())}"
+        )
+    return args
 
 
 class Group:
@@ -83,7 +95,7 @@ class Group:
         self._add(flag, type=Path, metavar="PATH", nargs="+" if many else None, help=text)
 
     def mesh(self, flag: str, text: str) -> None:
-        self._add(flag, type=_mesh, metavar="dp=N", default={"dp": -1}, help=text)
+        self._add(flag, type=_mesh, metavar="AXIS=N,...", default={"dp": -1}, help=text)
 
 
 def _with_default(text: str, default: object) -> str:
@@ -97,15 +109,15 @@ def _count(text: str) -> int:
 
 
 def _mesh(text: str) -> dict[str, int]:
-    """`dp=2` -> {"dp": 2}."""
+    """`replica=2,dp=4` -> {"replica": 2, "dp": 4}."""
     try:
         sizes = {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a mesh; write axis=size, for example dp=2"
         ) from None
-    if set(sizes) != {"dp"}:
+    if "dp" not in sizes or not set(sizes) <= {"replica", "dp"}:
         raise argparse.ArgumentTypeError(
-            f"{text!r}: the axis of --strategy ddp is dp; write dp={math.prod(sizes.values())}"
+            f"{text!r}: the axes are dp and, before it, replica; write dp={math.prod(sizes.values())}"
         )
-    return sizes
+    return {name: sizes[name] for name in ("replica", "dp") if name in sizes}

@@ -2,6 +2,7 @@
 
     jaxpar-launch --nproc-per-node 2 examples/train_lm.py      two processes on this machine
     python examples/train_lm.py                                one process, all devices that it sees
+    jaxpar-launch --nproc-per-node 2 examples/train_lm.py --mesh dp=2 --strategy fsdp
     python examples/train_lm.py --data ~/books --preset medium --steps 2000
 
 Without --data it reads the sources of Python's own standard library, so there is nothing to download. It
@@ -27,15 +28,29 @@ from corpus import Corpus
 from flags import parse_args
 from jaxpar.data import global_batch
 from jaxpar.ddp import DistributedDataParallel
-from jaxpar.mesh import DeviceMesh, get_rank, get_world_size
+from jaxpar.fsdp import MixedPrecisionPolicy, fully_shard, shard_optimizer_state, sharding_report
+from jaxpar.mesh import DeviceMesh, full_array, get_rank, get_world_size
 from report import Delayed, Report
 from transformer import Transformer, TransformerConfig, generate, loss_fn, preset
 
-STRATEGIES: dict[str, Callable[[nnx.Module, DeviceMesh], object]] = {"ddp": DistributedDataParallel}
 # Steps in flight: enough to hide Python behind the devices, few enough to stop soon after Ctrl-C.
 STEPS_AHEAD = 4
 
 evaluation_loss = nnx.jit(loss_fn)
+
+
+def shard(model: Transformer, mesh: DeviceMesh) -> None:
+    """Each block is a unit; embedding, last norm and head are one more. Layers that compute in bf16 travel so too."""
+    dtype = model.config.dtype
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=jnp.float32)
+    fully_shard(model, mesh, units="blocks.*", mp_policy=policy)
+
+
+STRATEGIES: dict[str, Callable[[Transformer, DeviceMesh], object]] = {
+    "ddp": DistributedDataParallel,
+    "zero1": DistributedDataParallel,
+    "fsdp": shard,
+}
 
 
 def main() -> None:
@@ -43,7 +58,7 @@ def main() -> None:
     jaxpar.init_process_group()
     try:
         mesh = jaxpar.init_device_mesh(tuple(args.mesh.values()), tuple(args.mesh))
-        check_batch(args, num_parts=mesh.size("dp"))
+        check_batch(args, num_parts=mesh.size())
         text = read_text(args)
         config = model_config(args)
     except (ValueError, FileNotFoundError) as error:  # a flag is wrong: its message says all
@@ -53,8 +68,11 @@ def main() -> None:
 
 def train(args: argparse.Namespace, config: TransformerConfig, text: Corpus, mesh: DeviceMesh) -> None:
     model, step, schedule = build(args, config, mesh)
-    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    run = f"{num_parameters / 1e6:.2f} M parameters, {args.strategy} over {mesh_text(mesh)}"
+    stored = sharding_report(model)
+    run = (
+        f"{stored.num_parameters / 1e6:.2f} M parameters, {args.strategy} over {mesh_text(mesh)}, "
+        f"{stored.bytes_per_device / 1e6:.2f} MB of them on each device"
+    )
     metrics_path, plot_path = output_paths(args)
     report = Report(
         metrics_path if get_rank() == 0 else None, num_steps=args.steps, tokens_per_step=args.batch * args.seq
@@ -88,12 +106,15 @@ def build(
         lambda model: STRATEGIES[args.strategy](model, mesh),
     )
     schedule = learning_rate(args)
+    optimizer = nnx.Optimizer(model, adamw(schedule), wrt=nnx.Param)
+    if args.strategy == "zero1":
+        shard_optimizer_state(optimizer, mesh["dp"])
     step = jaxpar.TrainStep(
         loss_fn,
         model,
-        nnx.Optimizer(model, adamw(schedule), wrt=nnx.Param),
+        optimizer,
         mesh=mesh,
-        batch_axes=("dp",),
+        batch_axes=mesh.axis_names,
         accumulate=args.accumulate,
         clip_norm=args.clip_norm or None,
     )
@@ -105,12 +126,14 @@ def evaluate(model: Transformer, text: Corpus, args: argparse.Namespace, mesh: D
     batches = corpus.held_out_windows(
         text.held_out, batch=args.batch, seq=args.seq, max_batches=args.eval_batches
     )
-    losses = [evaluation_loss(model, global_batch(own_rows(windows), mesh, ("dp",))) for windows in batches]
+    losses = [
+        evaluation_loss(model, global_batch(own_rows(windows), mesh, mesh.axis_names)) for windows in batches
+    ]
     return float(np.mean(losses))
 
 
 def generate_text(model: Transformer, args: argparse.Namespace) -> str:
-    """--prompt and how the model goes on; every process computes it, since every process holds the model."""
+    """--prompt and how the model goes on; all processes compute it together, for each may hold a part of the model."""
     prompt = np.frombuffer(args.prompt.encode() or b"\n", np.uint8)
     tokens = generate(
         model,
@@ -120,7 +143,7 @@ def generate_text(model: Transformer, args: argparse.Namespace) -> str:
         key=jax.random.key(args.seed),
         window=args.seq,
     )
-    text = bytes([*prompt, *np.asarray(tokens[0])]).decode(errors="replace")
+    text = bytes([*prompt, *np.asarray(full_array(tokens))[0]]).decode(errors="replace")
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
@@ -172,7 +195,7 @@ def check_batch(args: argparse.Namespace, *, num_parts: int) -> None:
         below, above = args.batch // unit * unit, -(-args.batch // unit) * unit
         choices = " or ".join(f"--batch {size}" for size in (below, above) if size)
         raise ValueError(
-            f"--batch {args.batch} is not a multiple of dp={num_parts} times --accumulate {args.accumulate}: every "
+            f"--batch {args.batch} is not a multiple of {num_parts} devices times --accumulate {args.accumulate}: every "
             f"device computes the same number of rows in each part. Write {choices}."
         )
 

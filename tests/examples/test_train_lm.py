@@ -54,11 +54,12 @@ def test_wrong_data_is_one_line_that_says_what_to_write(tmp_path: Path) -> None:
     ("words", "message"),
     [
         ("--mesh 2", "'2' is not a mesh; write axis=size, for example dp=2"),
-        ("--mesh tp=4", "the axis of --strategy ddp is dp; write dp=4"),
-        ("--mesh dp=2,tp=2", "the axis of --strategy ddp is dp; write dp=4"),
+        ("--mesh tp=4", "the axes are dp and, before it, replica; write dp=4"),
+        ("--mesh dp=2,tp=2", "the axes are dp and, before it, replica; write dp=4"),
+        ("--mesh replica=2,dp=2", "replica is for --strategy fsdp, whose shards it replicates; write dp=4"),
         ("--steps 0", "'0' is not a whole number above 0"),
         ("--batch many", "'many' is not a whole number above 0"),
-        ("--strategy fsdp", "invalid choice: 'fsdp'"),
+        ("--strategy deepspeed", "invalid choice: 'deepspeed'"),
     ],
 )
 def test_wrong_flags_say_what_to_write(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +72,7 @@ def test_wrong_flags_say_what_to_write(words: str, message: str, capsys: pytest.
 @pytest.mark.parametrize(("batch", "choices"), [(30, "--batch 28 or --batch 32"), (3, "--batch 4")])
 def test_batch_that_does_not_divide_names_the_next_ones(batch: int, choices: str) -> None:
     args = argparse.Namespace(batch=batch, accumulate=2)
-    with pytest.raises(ValueError, match=rf"dp=2 times --accumulate 2.*Write {choices}\."):
+    with pytest.raises(ValueError, match=rf"2 devices times --accumulate 2.*Write {choices}\."):
         train_lm.check_batch(args, num_parts=2)
     train_lm.check_batch(argparse.Namespace(batch=32, accumulate=2), num_parts=2)
 
