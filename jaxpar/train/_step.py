@@ -7,7 +7,6 @@ jit ----------------------------------------------------------------------------
 """
 
 import collections
-import functools
 import hashlib
 import math
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ from jaxpar.fsdp._zero1 import cuts_of
 from jaxpar.mesh import MeshLike, as_jax_mesh, assert_same_everywhere, axes_of, warm_up
 from jaxpar.mesh._flat_buffers import default_flatten_below_bytes
 from jaxpar.train._checks import check_cuts, check_records, check_units
-from jaxpar.train._clip import clip_grad_norm
+from jaxpar.train._clip import clipping
 from jaxpar.train._local import LocalStep
 from jaxpar.train._sums import GradientSums, slices_of
 from jaxpar.train._update import Update
@@ -120,11 +119,6 @@ class TrainStep:
             )
         self._accumulate = accumulate
         self._options = f"{batch_axes=}, {accumulate=}, {accumulate_unsharded=}, {clip_norm=}, {clip_norm_type=}, {donate=}"
-        self._clip = (
-            None
-            if clip_norm is None
-            else functools.partial(clip_grad_norm, max_norm=clip_norm, norm_type=clip_norm_type)
-        )
         found = cuts_of(model, optimizer)
         self._cuts = tuple(found.get(id(variable)) for variable in self._model.chosen)
         check_cuts(self._model.chosen_names, self._cuts, self._batch_axes, config.reduction)
@@ -146,7 +140,7 @@ class TrainStep:
             units=Units.of(model, self._model.variables) if accumulate_unsharded else None,
         )
         self._states = self._init_hook_states()
-        self._jitted = self._build(donate=donate)
+        self._jitted = self._build(clip_norm, clip_norm_type, donate=donate)
         self._agreed = False
         self._in_flight: collections.deque[jax.Array] = collections.deque()
 
@@ -227,7 +221,7 @@ class TrainStep:
 
         return jax.jit(lambda: jax.tree.map(stack, states), out_shardings=by_rank)()
 
-    def _build(self, *, donate: bool) -> jax.stages.Wrapped:
+    def _build(self, clip_norm: float | None, clip_norm_type: float, *, donate: bool) -> jax.stages.Wrapped:
         params, rest = ([x.sharding for x in leaves] for leaves in self._model.values())
         specs, rest_specs = [_live_spec(x) for x in params], [_live_spec(x) for x in rest]
         cut = [_live_spec(c.sharding) if c else spec for c, spec in zip(self._cuts, specs, strict=True)]
@@ -243,7 +237,7 @@ class TrainStep:
             model=self._model,
             optimizer=self._optimizer,
             cuts=tuple(cut and cut.sharding for cut in self._cuts),
-            clip=self._clip,
+            clip=None if clip_norm is None else clipping(clip_norm, clip_norm_type, self._mesh, cut),
             gather=jax.shard_map(
                 self._local.sums.gathered, mesh=self._mesh, in_specs=(cut, specs), out_specs=specs
             ),
