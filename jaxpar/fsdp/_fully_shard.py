@@ -70,6 +70,7 @@ def fully_shard(
         mp_policy: dtypes that travel and compute.
         shard_dim_fn: `shard_dim_fn(name, array)` returns the dim to shard (`Shard(1)`, `1`), or None to choose as always: dim
             0 if it divides, else the largest that divides, else flat and padded (`pad_above_bytes`), else replicated.
+            Layers stacked by `nnx.vmap` and run by `nnx.scan` are one unit; their first dim must stay whole: return 1.
         ignored_params: variables, or globs of their dotted names: they stay as they are.
         strict: a parameter that is not sharded (other than an ignored one) is an error.
         prefetch: how many units ahead gathers may start; 0: none.
@@ -174,6 +175,8 @@ def _check(module: nnx.Module) -> None:
             f"fully_shard: {name} is never called itself, so nothing would gather its parameters. Call it on each module "
             f"inside, as in fully_shard(model, mesh, units='blocks.*')."
         )
+    if not nnx.to_flat_state(nnx.state(module, nnx.Param)):
+        raise ParallelizeError(f"fully_shard: {name} has no parameters (nnx.Param): there is nothing to shard.")
 
 
 def _checked_prefetch(prefetch: int) -> int:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar._after import number_of
+from jaxpar._errors import ParallelizeError
 from jaxpar._module import manual_axes, vary
 from jaxpar._pytree import leaf_name
 from jaxpar.fsdp._order import Order, are_parameters_whole, current_order
@@ -192,6 +193,12 @@ def _own(variables: Sequence[Variable], whole: Sequence[jax.Array]) -> list[jax.
 
 def _is_shard(variable: Variable, x: jax.Array) -> bool:
     record = record_of(variable)
+    if record is not None and record.shape is None and x.ndim < -(record.dim or 0):
+        raise ParallelizeError(
+            f"a parameter was sharded along dim {record.dim} (counted from the last), but inside the unit it is "
+            f"{x.dtype}{list(x.shape)}: nnx.scan or nnx.vmap has taken the stacked layer dim away, and with it the sharding. Keep "
+            f"that dim whole: fully_shard(..., shard_dim_fn=lambda name, x: 1)."
+        )
     return record is not None and record.is_shard(x)
 
 

@@ -41,7 +41,7 @@ class Transformer(nnx.Module):
     def __init__(self, dtype: Any = jnp.float32) -> None:
         rngs = nnx.Rngs(0)
         self.embed = nnx.Embed(VOCAB, WIDTH, param_dtype=dtype, rngs=rngs)
-        self.blocks = nnx.List([Block(rngs, dtype) for _ in range(2)])
+        self.blocks = nnx.List([Block(rngs, dtype) for _ in range(1)])
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         x_BTD = self.embed(tokens_BT)

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import jaxpar
+from jaxpar._errors import ParallelizeError
 from jaxpar.debug import collectives
 from jaxpar.fsdp import fully_shard, register_fsdp_forward_method
 from jaxpar.mesh import DeviceMesh, init_device_mesh
@@ -237,6 +238,37 @@ def test_rematerialisation_inside_a_unit_keeps_the_inputs_only() -> None:
         return model
 
     check_equals_one_device(make, mse, lambda m, mesh: fully_shard(m, mesh, units="blocks.*"))
+
+
+class Stacked(nnx.Module):
+    """Four layers with stacked parameters [4, ...], run by one loop; the layer is the unit."""
+
+    def __init__(self) -> None:
+        self.layers = nnx.split_rngs(splits=4)(nnx.vmap(Encoder))(nnx.Rngs(0))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        run = nnx.scan(lambda layer, x: layer(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        return run(self.layers, x)
+
+
+def test_stacked_layers_in_a_loop_gather_one_layer_at_a_time() -> None:
+    def parallelize(model: Any, mesh: DeviceMesh) -> None:
+        fully_shard(model.layers, mesh, shard_dim_fn=lambda name, x: 1)
+        fully_shard(model, mesh)
+
+    step = check_equals_one_device(Stacked, mse, parallelize)
+    table = collectives(step, BATCH, mesh=mesh_of(2))
+    assert table.count("all_gather", "dp") == 2 * 4 and table.count("reduce_scatter", "dp") == 4
+    assert table.bytes("all_gather", "dp") == 2 * 4 * 4 * (8 * 8 + 8)
+
+
+def test_sharding_the_stacked_dim_is_a_named_error() -> None:
+    model = Stacked()
+    fully_shard(model.layers, mesh_of(2))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    step = jaxpar.TrainStep(mse, model, optimizer, mesh=mesh_of(2))
+    with pytest.raises(ParallelizeError, match=r"stacked layer dim.*shard_dim_fn=lambda name, x: 1"):
+        step(BATCH)
 
 
 # The same object in global view, and in one's own shard_map.
