@@ -23,7 +23,7 @@ PUBLIC = {
         assign_buckets bf16_compress_hook bucketed_all_reduce convert_sync_batchnorm fp16_compress_hook
     """,
     "jaxpar.fsdp": """
-        MixedPrecisionPolicy ParameterRow ShardingReport full_state fully_shard load_full_state
+        CPUOffloadPolicy MixedPrecisionPolicy ParameterRow ShardingReport full_state fully_shard load_full_state offload_optimizer_state
         register_fsdp_forward_method shard_optimizer_state sharded_call sharding_report unshard
     """,
     "jaxpar.data": """

@@ -71,22 +71,21 @@ def shard_optimizer_state(optimizer: OptimizerT, mesh: MeshLike) -> OptimizerT:
             "shard_optimizer_state: the optimizer keeps no array per parameter (such as Adam's mu and nu), so there is "
             "nothing to shard. Remove the call: DistributedDataParallel alone does the same."
         )
-    specs = [_spec(variable.get_value(), whole) for _, variable in state]
-    for (name, _), spec in zip(state, specs, strict=True):
-        _check_not_sharded(name, spec, axes)
-    for (name, variable), spec in zip(state, specs, strict=True):
-        _shard(name, variable, spec, whole, axes)
+    before = [_lies(variable.get_value(), whole) for _, variable in state]
+    for (name, _), sharding in zip(state, before, strict=True):
+        _check_not_sharded(name, sharding.spec, axes)
+    for (name, variable), sharding in zip(state, before, strict=True):
+        _shard(name, variable, sharding, axes)
     return optimizer
 
 
 def _shard(
     name: str,
     variable: nnx.Variable[Any],
-    spec: PartitionSpec,
-    mesh: jax.sharding.Mesh,
+    before: NamedSharding,
     axes: tuple[str, ...],
 ) -> None:
-    x = variable.get_value()
+    x, spec, mesh = variable.get_value(), before.spec, before.mesh
     num_parts = math.prod(mesh.shape[axis] for axis in axes)
     # The update works on parameters and state of one shape, so nothing is stored flat.
     choice = choose_dim(
@@ -96,15 +95,16 @@ def _shard(
     if choice.dim is not None:
         used[choice.dim] = (*used[choice.dim], *axes)
         dim = choice.dim - x.ndim
-    variable.set_value(_put(x, NamedSharding(mesh, as_spec(used))))
+    variable.set_value(_put(x, NamedSharding(mesh, as_spec(used), memory_kind=before.memory_kind)))
     reason = choice.reason.partition(";")[0]
     variable.set_metadata(KEY, Record(dim, axes, reason=reason, size=choice.size))
 
 
-def _spec(x: Any, mesh: jax.sharding.Mesh) -> PartitionSpec:
+def _lies(x: Any, mesh: jax.sharding.Mesh) -> NamedSharding:
+    """How an array lies on the mesh; replicated, if it does not lie there yet."""
     sharding = getattr(x, "sharding", None)
     is_here = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
-    return sharding.spec if is_here else PartitionSpec()
+    return sharding if is_here else NamedSharding(mesh, PartitionSpec())
 
 
 def _check_not_sharded(name: str, spec: PartitionSpec, axes: tuple[str, ...]) -> None:
@@ -122,7 +122,7 @@ class Cut:
     """How the state of a replicated parameter is sharded.
 
     Args:
-        sharding: of the state.
+        sharding: of the state, when it is in device memory.
         dim: the dim that is cut.
         axes: the mesh axes that cut it and not the parameter, the first varying slowest.
     """
@@ -157,4 +157,5 @@ def _cut_of(state: Any, parameter: Any) -> Cut | None:
         return None
     pairs = zip(entries(ours.spec, state.ndim), entries(theirs.spec, state.ndim), strict=True)
     cuts = [(dim, more[len(less) :]) for dim, (more, less) in enumerate(pairs) if more != less]
-    return Cut(ours, *cuts[0]) if len(cuts) == 1 and cuts[0][1] else None
+    on_device = NamedSharding(ours.mesh, ours.spec)
+    return Cut(on_device, *cuts[0]) if len(cuts) == 1 and cuts[0][1] else None

@@ -23,6 +23,7 @@ from jaxpar.data import global_batch
 from jaxpar.ddp._module import CONFIG, DDPConfig, put_on_mesh
 from jaxpar.ddp._reduce import Reduction
 from jaxpar.fsdp._follows import check_optimizer_follows
+from jaxpar.fsdp._offload import on_device
 from jaxpar.fsdp._whole import Units
 from jaxpar.fsdp._zero1 import cuts_of
 from jaxpar.mesh import MeshLike, as_jax_mesh, assert_same_everywhere, axes_of, warm_up
@@ -245,6 +246,8 @@ class TrainStep:
 
         def train_step(params: Any, rest: Any, chosen: Any, other: Any, states: Any, batch: PyTree) -> Any:
             _check_rows(batch, self._local.num_ranks, self._accumulate, self._batch_axes)
+            # What lies in host memory is copied to the device here, and back by the shardings of the results.
+            params, rest, chosen, other = jax.tree.map(on_device, (params, rest, chosen, other))
             grads, rest, states, metrics = local(params, rest, states, batch)
             updated, norms = update(grads, params, rest, chosen, other)
             return (*updated, states, metrics | norms)
