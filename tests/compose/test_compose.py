@@ -5,6 +5,11 @@
     dp2, dp4                 dp=n                 DistributedDataParallel
     dp2-accumulate           dp=2                 the same in two microbatches
     dp2-unit-and-spare-axes  pp=1 dp=2 spare=2    an axis of size 1 costs nothing; over an unused one, replicas agree
+    fsdp2, fsdp4             dp=n                 fully_shard: the block and the rest are units
+    fsdp2-accumulate         dp=2                 the same in two microbatches, scattered each
+    zero2                    dp=4                 the same, parameters kept from forward to backward
+    hsdp                     replica=2 dp=2       shards over dp, replicated over replica
+    zero1                    dp=4                 replicated parameters, sharded optimizer state
 
 Every kind of parallelism adds its rows here. The reference is plain Flax and optax on one device.
 """
@@ -23,6 +28,7 @@ from flax import nnx
 import jaxpar
 from jaxpar.ddp import DistributedDataParallel
 from jaxpar.debug import assert_collectives
+from jaxpar.fsdp import fully_shard, shard_optimizer_state
 from jaxpar.mesh import DeviceMesh, init_device_mesh
 
 NUM_STEPS = 3
@@ -80,6 +86,10 @@ def loss_fn(model: nnx.Module, batch: dict[str, Any]) -> jaxpar.Mean:
     return jaxpar.Mean(losses_of(model, batch).sum(), batch["weights"].sum())
 
 
+def nothing(anything: Any, mesh: DeviceMesh) -> None:
+    del anything, mesh
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """A mesh, what is done to the model, and how many collectives a step then has beside the one for the loss."""
@@ -88,18 +98,34 @@ class Layout:
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     parallelize: Callable[[nnx.Module, DeviceMesh], Any]
-    collectives: dict[tuple[str, str], int]
+    collectives: dict[tuple[str, Any], int]
     accumulate: int = 1
+    batch_axes: tuple[str, ...] = ("dp",)
+    prepare_optimizer: Callable[[nnx.Optimizer, DeviceMesh], Any] = nothing
 
 
 def ddp(model: nnx.Module, mesh: DeviceMesh) -> None:
     DistributedDataParallel(model, mesh["dp"], bucket_bytes=8192, first_bucket_bytes=2048)
 
 
-def nothing(model: nnx.Module, mesh: DeviceMesh) -> None:
-    del model, mesh
+def fsdp(model: nnx.Module, mesh: DeviceMesh) -> None:
+    fully_shard(model, mesh["dp"], units="blocks.*")
 
 
+def zero2(model: nnx.Module, mesh: DeviceMesh) -> None:
+    fully_shard(model, mesh["dp"], units="blocks.*", reshard_after_forward=False)
+
+
+def hsdp(model: nnx.Module, mesh: DeviceMesh) -> None:
+    fully_shard(model, mesh, shard_axis="dp", replicate_axis="replica", units="blocks.*")
+
+
+def zero1(optimizer: nnx.Optimizer, mesh: DeviceMesh) -> None:
+    shard_optimizer_state(optimizer, mesh["dp"])
+
+
+# The block is gathered forward and backward, the embedding once; each is scattered once.
+FSDP = {("all_gather", "dp"): 3, ("reduce_scatter", "dp"): 2, ("all_reduce", "dp"): 1}
 DDP = {("all_reduce", "dp"): 4}  # three buckets of this model, and the loss
 LAYOUTS = (
     Layout("one", (1,), ("dp",), nothing, {}),
@@ -108,6 +134,38 @@ LAYOUTS = (
     # Accumulated gradients are ready all at once: buckets fill in parameter order, which makes one more here.
     Layout("dp2-accumulate", (2,), ("dp",), ddp, {("all_reduce", "dp"): 5}, accumulate=2),
     Layout("dp2-unit-and-spare-axes", (1, 2, 2), ("pp", "dp", "spare"), ddp, DDP),
+    Layout("fsdp2", (2,), ("dp",), fsdp, FSDP),
+    Layout("fsdp4", (4,), ("dp",), fsdp, FSDP),
+    Layout(
+        "fsdp2-accumulate",
+        (2,),
+        ("dp",),
+        fsdp,
+        {("all_gather", "dp"): 6, ("reduce_scatter", "dp"): 4, ("all_reduce", "dp"): 1},
+        accumulate=2,
+    ),
+    Layout("zero2", (4,), ("dp",), zero2, FSDP | {("all_gather", "dp"): 2}),
+    Layout(
+        "hsdp",
+        (2, 2),
+        ("replica", "dp"),
+        hsdp,
+        {
+            ("all_gather", "dp"): 3,
+            ("reduce_scatter", "dp"): 2,
+            ("all_reduce", "replica"): 1,
+            ("all_reduce", ("replica", "dp")): 1,
+        },
+        batch_axes=("replica", "dp"),
+    ),
+    Layout(
+        "zero1",
+        (4,),
+        ("dp",),
+        nothing,
+        {("reduce_scatter", "dp"): 1, ("all_gather", "dp"): 1, ("all_reduce", "dp"): 1},
+        prepare_optimizer=zero1,
+    ),
 )
 
 
@@ -151,8 +209,9 @@ def test_layout_equals_one_device_and_communicates_as_said(
     mesh = init_device_mesh(layout.shape, layout.axes, devices=jax.devices()[:num_devices])
     model = jaxpar.init_sharded(Transformer, lambda model: layout.parallelize(model, mesh))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+    layout.prepare_optimizer(optimizer, mesh)
     step = jaxpar.TrainStep(
-        loss_fn, model, optimizer, mesh=mesh, batch_axes=("dp",), accumulate=layout.accumulate
+        loss_fn, model, optimizer, mesh=mesh, batch_axes=layout.batch_axes, accumulate=layout.accumulate
     )
     assert_collectives(step, batch, expected=layout.collectives, mesh=mesh)
 
