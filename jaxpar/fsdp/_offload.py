@@ -107,7 +107,7 @@ def check_host_memory(platform: str, kinds: Iterable[str]) -> None:
     if HOST not in kinds:
         raise ParallelizeError(
             f"offloading needs memory of the kind {HOST!r}, which the backend {platform!r} does not have: its devices have "
-            f"{kinds}. Train without offloading here: drop offload_policy and offload_optimizer_state."
+            f"{kinds} (devices that are only compiled for list none). Train without offloading here: drop offload_policy and offload_optimizer_state."
         )
 
 

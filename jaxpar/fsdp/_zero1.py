@@ -103,8 +103,9 @@ def _shard(
 def _lies(x: Any, mesh: jax.sharding.Mesh) -> NamedSharding:
     """How an array lies on the mesh; replicated, if it does not lie there yet."""
     sharding = getattr(x, "sharding", None)
-    is_here = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
-    return sharding if is_here else NamedSharding(mesh, PartitionSpec())
+    if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
+        return sharding
+    return NamedSharding(mesh, PartitionSpec())
 
 
 def _check_not_sharded(name: str, spec: PartitionSpec, axes: tuple[str, ...]) -> None:

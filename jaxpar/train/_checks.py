@@ -93,18 +93,18 @@ def check_cuts(
 def _contradiction(x: Any, record: Record, mesh: jax.sharding.Mesh) -> str:
     """In words; empty if the array lies as recorded."""
     sharding, axes = getattr(x, "sharding", None), record.axes
-    is_here = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
-    used = entries(sharding.spec, x.ndim) if is_here else []
+    spec = sharding.spec if isinstance(sharding, NamedSharding) and sharding.mesh == mesh else None
+    used = [] if spec is None else entries(spec, x.ndim)
     found = [dim for dim, names in enumerate(used) if set(names) & set(axes)]
     if record.dim is None:  # of an ignored parameter the user knows; what is elsewhere will be replicated
         is_fine = not found or record.reason == "ignored"
-        return "" if is_fine else f"was kept whole by fully_shard, and now is sharded as {sharding.spec}"
+        return "" if is_fine else f"was kept whole by fully_shard, and now is sharded as {spec}"
     here = record.dim % x.ndim if x.ndim else 0
     if found == [here] and tuple(name for name in used[here] if name in axes) == axes:
         return ""
     was = f"was sharded along dim {here} over {axes} by fully_shard"
-    if is_here:
-        return f"{was}, and now is sharded as {sharding.spec}"
+    if spec is not None:
+        return f"{was}, and now is sharded as {spec}"
     return f"{was}, and now lies on {_place(sharding)}, while the mesh of this step is {dict(mesh.shape)}"
 
 

@@ -46,8 +46,14 @@ class TrainStep:
     `step(batch)` runs forward, backward, reduction, clipping and the optimizer in one compiled program, updates
     `model` and `optimizer` in place, and returns the metrics. One compilation per batch shape.
 
-    What moves over `batch_axes`: one all-reduce for losses, metrics and buffers; for a model in
-    `DistributedDataParallel` (or in nothing) one all-reduce per bucket of gradients.
+    What moves over `batch_axes`: one all-reduce for losses, metrics and buffers; one of a single number if clipping
+    sharded gradients; and for a model in
+
+        DistributedDataParallel, or in nothing    one all-reduce per bucket of gradients
+        the same, `shard_optimizer_state`         reduce-scatters per bucket, all-gathers of the updated parameters
+        fully_shard                               what its units gather and scatter
+
+    Arrays in host memory (`CPUOffloadPolicy`, `offload_optimizer_state`) are copied to the device in the program and back.
 
     The model trains in the mode (`model.train()`) that it has when the `TrainStep` is built. Build a new one after
     changing the model's structure. Random keys: `nnx.Dropout` draws by position in the global batch; a key that the

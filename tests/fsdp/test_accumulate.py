@@ -43,7 +43,7 @@ class Model(nnx.Module):
         return self.outer(x)
 
 
-def loss_fn(model: Any, batch: dict[str, jax.Array]) -> jaxpar.Mean:
+def loss_fn(model: Any, batch: Any) -> jaxpar.Mean:
     losses = ((model(batch["x"]) - batch["y"]) ** 2).sum(-1)
     return jaxpar.Mean((losses * batch["w"]).sum(), batch["w"].sum())
 
@@ -94,7 +94,7 @@ def test_gradients_are_those_of_the_union_batch_and_travel_as_often_as_said(
     shape: Any, axes: Any, all_reduces: Any, unsharded: bool, batch: Any, reference: Any
 ) -> None:
     mesh = init_device_mesh(shape, axes, devices=jax.devices()[: int(np.prod(shape))])
-    model = fully_shard(Model(), mesh, units="blocks.*")
+    model: Any = fully_shard(Model(), mesh, units="blocks.*")
     optimizer, step = make_step(mesh, model=model, accumulate=MICROBATCHES, accumulate_unsharded=unsharded)
     frozen = np.array(model.blocks[0].bias[...])
 

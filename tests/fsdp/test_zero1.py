@@ -42,7 +42,7 @@ class Model(nnx.Module):
         return self.outer(x)
 
 
-def loss_fn(model: Any, batch: dict[str, jax.Array]) -> jaxpar.Mean:
+def loss_fn(model: Any, batch: Any) -> jaxpar.Mean:
     losses = ((model(batch["x"]) - batch["y"]) ** 2).sum(-1)
     return jaxpar.Mean((losses * batch["w"]).sum(), batch["w"].sum())
 
@@ -95,10 +95,14 @@ def test_zero1_equals_one_device_and_moves_slices(
     optimizer = shard_optimizer_state(make_optimizer(model), mesh["dp"])
     step = jaxpar.TrainStep(loss_fn, model, optimizer, mesh=mesh, accumulate=accumulate)
     # The all-reduce beside the loss's is of the bias whose state is not sharded.
-    counts = {("all_reduce", "dp"): 2, ("reduce_scatter", "dp"): scatters, ("all_gather", "dp"): scatters}
-    moved = {("reduce_scatter", "dp"): SHARDED_BYTES, ("all_gather", "dp"): SHARDED_BYTES}
+    counts: dict[Any, int] = {
+        ("all_reduce", "dp"): 2,
+        ("reduce_scatter", "dp"): scatters,
+        ("all_gather", "dp"): scatters,
+    }
+    moved: dict[Any, int] = {("reduce_scatter", "dp"): SHARDED_BYTES, ("all_gather", "dp"): SHARDED_BYTES}
     if num_ranks == 1:
-        counts = moved = {}
+        counts, moved = {}, {}
     assert_collectives(step, batch, expected=counts, bytes=moved, mesh=mesh)
 
     losses = [float(step(batch)["loss"]) for _ in range(NUM_STEPS)]
