@@ -120,7 +120,9 @@ class ShardingReport:
 
     def __str__(self) -> str:
         out = io.StringIO()
-        rich.console.Console(file=out, width=10_000, color_system=None).print(self)
+        # Within Jupyter a console would display the table instead of writing it to the file.
+        console = rich.console.Console(file=out, width=10_000, color_system=None, force_jupyter=False)
+        console.print(self)
         return "\n".join(line.rstrip() for line in out.getvalue().strip("\n").splitlines() if line.strip())
 
     __repr__ = __str__
