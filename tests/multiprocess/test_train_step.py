@@ -1,4 +1,4 @@
-"""Training on 2 and 4 processes equals one device on the union batch: MLP with dropout, ResNet, transformer."""
+"""Training on 2 and 4 processes equals one device on the union batch: DDP, FSDP and hybrid."""
 
 import sys
 from pathlib import Path
@@ -12,8 +12,10 @@ WORKERS = Path(__file__).parent / "workers"
 sys.path.insert(0, str(WORKERS))
 import train_step_models as models  # noqa: E402
 
+Found = dict[tuple[str, int, str], dict[str, np.ndarray]]
 
-def train(folder: Path, *, nproc: int, devices: int) -> dict[tuple[str, int], dict[str, np.ndarray]]:
+
+def train(folder: Path, *, nproc: int, devices: int) -> Found:
     """What rank 0 found for each case, after checking that all ranks found the same losses."""
     np.savez(folder / "batch.npz", **models.make_batch())
     environ = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # halves the time: every process compiles every program
@@ -25,11 +27,12 @@ def train(folder: Path, *, nproc: int, devices: int) -> dict[tuple[str, int], di
     ]
     assert len(said[0]) == len(models.CASES)
     assert all(lines == said[0] for lines in said)
-    return {(name, n): dict(np.load(folder / f"result-{name}-{n}.npz")) for name, n in models.CASES}
+    files = {case: f"result-{'-'.join(map(str, case))}.npz" for case in models.CASES}
+    return {case: dict(np.load(folder / file)) for case, file in files.items()}
 
 
 @pytest.fixture(scope="module")
-def on_one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], dict[str, np.ndarray]]:
+def on_one_device(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return train(tmp_path_factory.mktemp("one"), nproc=1, devices=1)
 
 

@@ -1,6 +1,6 @@
 """Trains three models for some steps on its part of the batch; every rank prints what all of them must agree on.
 
-argv: a folder with `batch.npz`, in which rank 0 leaves `result-<model>-<accumulate>.npz`.
+argv: a folder with `batch.npz`, in which rank 0 leaves `result-<case>.npz`.
 """
 
 import sys
@@ -15,12 +15,11 @@ from jaxpar.mesh import get_rank, get_world_size
 
 jaxpar.init_process_group()
 folder = Path(sys.argv[1])
-mesh = jaxpar.init_device_mesh((-1,), ("dp",))
 whole = dict(np.load(folder / "batch.npz"))
 rows = len(next(iter(whole.values()))) // get_world_size()
 mine = {name: x[get_rank() * rows : (get_rank() + 1) * rows] for name, x in whole.items()}
-for name, accumulate in models.CASES:
-    losses, params = models.train(name, mine, mesh, accumulate=accumulate)
-    print(name, accumulate, losses, flush=True)
+for name, accumulate, strategy in models.CASES:
+    losses, params = models.train(name, mine, accumulate=accumulate, strategy=strategy)
+    print(name, accumulate, strategy, losses, flush=True)
     if get_rank() == 0:
-        np.savez(folder / f"result-{name}-{accumulate}.npz", *params, losses=losses)
+        np.savez(folder / f"result-{name}-{accumulate}-{strategy}.npz", *params, losses=losses)

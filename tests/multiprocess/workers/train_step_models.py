@@ -1,4 +1,4 @@
-"""The models that test_train_step.py trains in one process and in several."""
+"""The models that test_train_step.py trains in one process and in several, replicated and sharded."""
 
 from typing import Any
 
@@ -10,6 +10,8 @@ from flax import nnx
 
 import jaxpar
 from jaxpar.ddp import DistributedDataParallel, convert_sync_batchnorm
+from jaxpar.fsdp import full_state, fully_shard
+from jaxpar.mesh import DeviceMesh
 
 NUM_STEPS = 3
 
@@ -53,9 +55,16 @@ class Transformer(nnx.Module):
 
 
 MODELS = {"MLP": MLP, "ResNet": ResNet, "Transformer": Transformer}
-# (model, microbatches). Dropout draws by global row and BatchNorm sees one microbatch at a time: with several, their
+# (model, microbatches, strategy). Dropout draws by global row and BatchNorm sees one microbatch at a time: with several, their
 # rows are others than on one device, so only the transformer is compared in microbatches.
-CASES = (("MLP", 1), ("ResNet", 1), ("Transformer", 1), ("Transformer", 2))
+CASES = (
+    ("MLP", 1, "ddp"),
+    ("ResNet", 1, "ddp"),
+    ("Transformer", 1, "ddp"),
+    ("Transformer", 2, "ddp"),
+    ("Transformer", 2, "fsdp"),
+    ("Transformer", 1, "hsdp"),
+)
 
 
 def make_batch() -> dict[str, np.ndarray]:
@@ -71,17 +80,29 @@ def loss_fn(model: Any, batch: Any) -> jaxpar.Mean:
     return jaxpar.Mean((losses * batch["w"]).sum(), batch["w"].sum())
 
 
-def train(name: str, batch: Any, mesh: Any, *, accumulate: int) -> tuple[list[float], list[np.ndarray]]:
+def mesh_of(strategy: str) -> DeviceMesh:
+    """All devices: one axis, or for hsdp two halves that replicate each other's shards."""
+    if strategy == "hsdp":
+        return jaxpar.init_device_mesh((min(2, jax.device_count()), -1), ("replica", "dp"))
+    return jaxpar.init_device_mesh((-1,), ("dp",))
+
+
+def train(name: str, batch: Any, *, accumulate: int, strategy: str) -> tuple[list[float], list[np.ndarray]]:
     """Returns the losses of the steps, and all floating variables after them, batch statistics included."""
+    mesh = mesh_of(strategy)
 
     def parallelize(model: nnx.Module) -> None:
+        if strategy != "ddp":
+            fully_shard(model, mesh, units=("attention", "out") if name == "Transformer" else "hidden")
+            return
         if isinstance(model, ResNet):
             convert_sync_batchnorm(model, mesh)
         DistributedDataParallel(model, mesh, bucket_bytes=1024, first_bucket_bytes=256)
 
     model = jaxpar.init_sharded(lambda: MODELS[name](nnx.Rngs(0)), parallelize)
     optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
-    step = jaxpar.TrainStep(loss_fn, model, optimizer, mesh=mesh, accumulate=accumulate, clip_norm=1.0)
+    step = jaxpar.TrainStep(
+        loss_fn, model, optimizer, mesh=mesh, batch_axes=mesh.axis_names, accumulate=accumulate, clip_norm=1.0
+    )
     losses = [float(step(batch)["loss"]) for _ in range(NUM_STEPS)]
-    state = nnx.state(model, (nnx.Param, nnx.BatchStat))
-    return losses, [np.asarray(x) for x in jax.tree.leaves(state)]
+    return losses, [x for x in full_state(model).values() if np.issubdtype(x.dtype, np.floating)]
