@@ -16,6 +16,7 @@ from jaxpar._module import swap_class
 from jaxpar._pytree import matches
 from jaxpar.fsdp._axes import resolve_axes, resolve_reshard
 from jaxpar.fsdp._dims import DEFAULT_PAD_ABOVE_BYTES
+from jaxpar.fsdp._offload import CPUOffloadPolicy
 from jaxpar.fsdp._policy import MixedPrecisionPolicy
 from jaxpar.fsdp._storage import ShardDimFn, Storage
 from jaxpar.fsdp._unit import UNIT, Group, Unit, call_unit, named_own_variables, unit_of
@@ -34,6 +35,7 @@ def fully_shard(
     replicate_axis: str | Sequence[str] | None = None,
     reshard_after_forward: bool | int | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: CPUOffloadPolicy | None = None,
     shard_dim_fn: ShardDimFn | None = None,
     ignored_params: Iterable[nnx.Variable[Any] | str] = (),
     strict: bool = False,
@@ -68,6 +70,8 @@ def fully_shard(
             False for the whole model that a `TrainStep` trains and for units that contain units (the backward needs
             them at once), True for all others.
         mp_policy: dtypes that travel and compute.
+        offload_policy: `CPUOffloadPolicy()` keeps parameters, and the state of an optimizer built from them, in host
+            memory between steps.
         shard_dim_fn: `shard_dim_fn(name, array)` returns the dim to shard (`Shard(1)`, `1`), or None to choose as always: dim
             0 if it divides, else the largest that divides, else flat and padded (`pad_above_bytes`), else replicated.
             Layers stacked by `nnx.vmap` and run by `nnx.scan` are one unit; their first dim must stay whole: return 1.
@@ -113,7 +117,14 @@ def fully_shard(
         send_as_integers=as_jax_mesh(mesh).devices.flat[0].platform == "cpu",
         group=Group() if len(modules) > 1 else None,
     )
-    storage = Storage(as_jax_mesh(mesh), axes.shard, shard_dim_fn, tuple(ignored_params), pad_above_bytes)
+    storage = Storage(
+        mesh=as_jax_mesh(mesh),
+        axes=axes.shard,
+        shard_dim_fn=shard_dim_fn,
+        ignored=tuple(ignored_params),
+        pad_above_bytes=pad_above_bytes,
+        is_on_host=offload_policy is not None,
+    )
     inner = _matching(modules, (units,) if isinstance(units, str) else tuple(units))
     for each in modules:
         _check(each)

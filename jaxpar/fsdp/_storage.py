@@ -13,6 +13,7 @@ from jaxpar._errors import ParallelizeError
 from jaxpar._flat import flatten_and_pad, padded_size
 from jaxpar._pytree import matches
 from jaxpar.fsdp._dims import Choice, Leaf, as_spec, checked_dim, choose_dim, entries
+from jaxpar.fsdp._offload import to_host
 from jaxpar.fsdp._record import KEY, Record, record_of
 from jaxpar.mesh import Shard
 from jaxpar.mesh._place import place
@@ -31,6 +32,7 @@ class Storage:
         shard_dim_fn: the user's choice of dims.
         ignored: variables or globs of names.
         pad_above_bytes: parameters of at least this size are stored flat if no dim divides.
+        is_on_host: parameters lie in host memory between steps.
     """
 
     mesh: jax.sharding.Mesh
@@ -38,6 +40,7 @@ class Storage:
     shard_dim_fn: ShardDimFn | None
     ignored: tuple[Variable | str, ...]
     pad_above_bytes: int
+    is_on_host: bool = False
 
     @property
     def num_parts(self) -> int:
@@ -115,7 +118,8 @@ class Storage:
             if choice.dim is not None:
                 dim, size = choice.dim - x.ndim, choice.size
                 used[choice.dim] = (*used[choice.dim], *self.axes)
-        variable.set_value(_put(x, NamedSharding(self.mesh, as_spec(used))))
+        stored = _put(x, NamedSharding(self.mesh, as_spec(used)))
+        variable.set_value(to_host(stored) if self.is_on_host else stored)
         variable.set_metadata(KEY, Record(dim, self.axes, shape, choice.reason, size))
 
     def _flat(self, x: Any) -> Any:

@@ -6,6 +6,7 @@ global view                   the plain module: XLA's partitioner gathers what i
 
 import contextlib
 import dataclasses
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,9 +18,10 @@ from jaxpar._after import number_of
 from jaxpar._errors import ParallelizeError
 from jaxpar._module import manual_axes, vary
 from jaxpar._pytree import leaf_name
+from jaxpar.fsdp._offload import on_device
 from jaxpar.fsdp._order import Order, are_parameters_whole, current_order
 from jaxpar.fsdp._policy import MixedPrecisionPolicy, cast_floating
-from jaxpar.fsdp._record import is_flat, own_shape, record_of
+from jaxpar.fsdp._record import own_shape, record_of
 from jaxpar.fsdp._run import run_regathering
 from jaxpar.fsdp._unshard import Gather
 
@@ -99,7 +101,7 @@ def call_unit(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """The body of a unit's methods; `original` is the method of the module's own class, bound."""
     unit: Unit = getattr(type(self), UNIT)
     if not set(unit.shard_axes) & set(manual_axes()):
-        with _own_shapes(own_variables(self)):
+        with _usable(own_variables(self)):
             return original(*args, **kwargs)
     with current_order() as order:
         if order.is_running(self):
@@ -223,10 +225,11 @@ def _is_number(x: jax.Array) -> bool:
 
 
 @contextlib.contextmanager
-def _own_shapes(variables: Sequence[Variable]) -> Iterator[None]:
-    """In global view, gives flat variables the shape that the module's code expects."""
-    flat = [v for v in variables if is_flat(v)]
-    with _assigned(flat, _own(flat, [v.get_value() for v in flat])):
+def _usable(variables: Sequence[Variable]) -> Iterator[None]:
+    """In global view: flat variables in the shape that the module's code expects, those in host memory on the device."""
+    stored = [v.get_value() for v in variables]
+    usable = _own(variables, [on_device(x) for x in stored])
+    with _assigned(variables, usable) if any(map(operator.is_not, usable, stored)) else contextlib.nullcontext():
         yield
 
 

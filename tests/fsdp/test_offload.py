@@ -35,17 +35,10 @@ def kinds(module: nnx.Pytree, kind: Any) -> set[str]:
     return {x.sharding.memory_kind for x in jax.tree.leaves(nnx.state(module, kind))}
 
 
-def move_parameters(model: nnx.Module) -> None:
-    for _, variable in nnx.iter_graph(model):
-        if isinstance(variable, nnx.Param):
-            variable.set_value(to_host(variable.get_value()))
-
-
 def sharded(mesh: DeviceMesh, *, is_offloaded: bool) -> tuple[Any, nnx.Optimizer]:
     """Parameters on the host; the state is there because the optimizer is built from them."""
-    model = fully_shard(make_model(), mesh, units="layers.*")
-    if is_offloaded:
-        move_parameters(model)
+    policy = CPUOffloadPolicy() if is_offloaded else None
+    model = fully_shard(make_model(), mesh, units=("layers.0", "layers.2"), offload_policy=policy)
     return model, nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
 
 
@@ -117,3 +110,10 @@ def test_a_backend_without_pinned_host_memory_is_named_with_what_it_has() -> Non
         ParallelizeError, match=re.escape("the backend 'toy' does not have: its devices have ['device']")
     ):
         check_host_memory("toy", ["device"])
+
+
+def test_an_offloaded_model_can_be_called_outside_a_step(mesh: DeviceMesh) -> None:
+    model, _ = sharded(mesh, is_offloaded=True)
+    x = jnp.ones((2, 4))
+    np.testing.assert_allclose(model(x), make_model()(x), rtol=1e-6)
+    assert kinds(model, nnx.Param) == {HOST}
