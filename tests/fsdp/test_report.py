@@ -185,3 +185,10 @@ def test_show_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     model = Model()
     sharding_report(model).show()
     assert re.search(r"linear\.kernel .*\[8, 12\]", capsys.readouterr().out)
+
+
+def test_its_text_is_text_within_jupyter_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = sharding_report(Model())
+    text = str(report)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)  # such consoles display instead of writing
+    assert str(report) == text
