@@ -1,18 +1,22 @@
 """Devices that are not here: the compiler's description of an accelerator cluster, to compile for ahead of time.
 
     topology("h100", num_devices=64)   ->   64 compile-only devices: 8 hosts x 8 GPUs
+    topology("v5e", num_devices=256)   ->   256 compile-only devices on a 16 x 16 torus
 
 A mesh of such devices compiles steps (`jit(f).lower(abstract_args).compile()`) exactly as on the cluster, with no
-GPU and no driver on this machine; only running them is impossible. The cost does not grow with the device count.
+accelerator and no driver on this machine; only running them is impossible. The cost does not grow with the device
+count.
 """
 
 import importlib.util
+from collections.abc import Sequence
 from types import MappingProxyType
 
 from jax import Device
 from jax.experimental import topologies
 
 from jaxpar._errors import MeshError
+from jaxpar.debug._torus import TPU_KINDS, tpu_topology
 
 _GPUS_PER_HOST = 8
 
@@ -47,22 +51,33 @@ dnn_version_info { major: 9 minor: 8 }
 _TARGETS = MappingProxyType({"h100": _H100})
 
 
-def topology(kind: str, *, num_devices: int) -> list[Device]:  # pyright: ignore[reportInvalidTypeForm]
+def topology(kind: str, *, num_devices: int, torus: Sequence[int] | None = None) -> list[Device]:  # pyright: ignore[reportInvalidTypeForm]
     """Compile-only devices of a cluster that need not exist.
 
     Args:
-        kind: Device kind; `"h100"`.
-        num_devices: Number of devices. Up to 8 stand in one host; more must fill whole hosts of 8.
+        kind: Device kind: `"h100"`; `"v5e"`, `"v6e"` or `"v5p"` for TPUs.
+        num_devices: Number of devices. Up to 8 H100s stand in one host; more must fill whole hosts of 8.
+        torus: Shape of the TPU slice, such as `(8, 16)`, or `(4, 4, 8)` for v5p. Default: for a power of two the shape
+            nearest to a square or cube.
 
     Returns:
-        The devices, those of one host next to each other. Make a mesh with `init_device_mesh(..., devices=...)`.
+        The devices, those of one host next to each other. Make a mesh with `init_device_mesh(..., devices=...)`, which
+        lays its axes along the torus.
 
     Raises:
-        MeshError: The kind is unknown, the count does not fill hosts, or the GPU compiler is not installed
-            (`pip install 'jaxpar[aot]'`) or not loadable.
+        MeshError: The kind is unknown, the count does not fill hosts or the torus, or the compiler is not installed
+            (`pip install 'jaxpar[aot]'` for GPUs, `'jaxpar[aot-tpu]'` for TPUs) or not loadable.
     """
+    if kind in TPU_KINDS:
+        return tpu_topology(kind, num_devices=num_devices, torus=torus)
     if kind not in _TARGETS:
-        raise MeshError(f"topology({kind!r}): device kind unknown. Known kinds: {', '.join(_TARGETS)}.")
+        raise MeshError(
+            f"topology({kind!r}): device kind unknown. Known kinds: {', '.join([*_TARGETS, *TPU_KINDS])}."
+        )
+    if torus is not None:
+        raise MeshError(
+            f"topology({kind!r}, torus={tuple(torus)}): GPUs stand in hosts, not on a torus. Leave torus out."
+        )
     per_host = min(num_devices, _GPUS_PER_HOST)
     if num_devices < 1 or num_devices % per_host:
         raise MeshError(

@@ -6,7 +6,14 @@
 Axes named later vary fastest, so the chattiest axis (tensor parallel) is named last and stays inside a host where
 it can. CPU and GPU devices are ordered by (process, id). TPU devices follow the torus as
 `jax.experimental.mesh_utils` lays it out, several slices with the first axes between them. Devices that the user
-gives are kept in the user's order.
+gives are kept in the user's order; a list of TPU devices has none that a mesh could want (host by host, 2 x 2 chips
+each), so it is laid out along the torus too, if it fills a box of it.
+
+    shape (16, 16) on a v5e slice of 16 x 16 chips       each axis is a ring of direct links
+    shape (256,)                                         one ring through both dims of the torus
+
+Only an axis that runs along whole dims of the torus has its reduce-scatters done by rings: over the flattened (256,)
+XLA:TPU sends an all-reduce instead, twice the bytes.
 """
 
 import math
@@ -48,6 +55,18 @@ def arrange_devices(shape: tuple[int, ...], devices: Sequence[Device]) -> np.nda
     return object_array(ordered).reshape(shape)
 
 
+def arrange_given(shape: tuple[int, ...], devices: Sequence[Device] | np.ndarray) -> np.ndarray:
+    """Devices that the user chose: a list of TPU devices along the torus, all others in the user's order.
+
+    Args:
+        shape: As for `arrange_devices`.
+        devices: An array says where each device stands (row-major); a list of TPU devices only which they are.
+    """
+    if not isinstance(devices, np.ndarray) and devices[0].platform == "tpu" and _fill_boxes(devices):
+        return arrange_devices(shape, devices)
+    return object_array(list(np.asarray(devices, dtype=object).ravel())).reshape(shape)
+
+
 def object_array(devices: Sequence[Device]) -> np.ndarray:
     """A flat object array; NumPy is kept from looking inside the devices."""
     array = np.empty(len(devices), dtype=object)
@@ -78,6 +97,18 @@ def slice_shape(shape: tuple[int, ...], num_slices: int) -> tuple[int, ...] | No
         between.append(factor)
         num_slices //= factor
     return tuple(between) if num_slices == 1 else None
+
+
+def _fill_boxes(devices: Sequence[Device]) -> bool:
+    """Whether the chips of each slice fill a box of its torus."""
+    slices: dict[int, list[tuple[int, ...]]] = {}
+    for device in devices:
+        place = (*getattr(device, "coords", ()), getattr(device, "core_on_chip", 0))
+        slices.setdefault(getattr(device, "slice_index", 0), []).append(place)
+    return all(
+        math.prod(max(along) - min(along) + 1 for along in zip(*places, strict=True)) == len(places)
+        for places in slices.values()
+    )
 
 
 def _arrange_tpu(shape: tuple[int, ...], devices: Sequence[Device]) -> np.ndarray:

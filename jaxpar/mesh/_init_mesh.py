@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxpar._errors import MeshError
 from jaxpar.mesh._axes import AxisNames, as_names, check_new_names, infer_shape
-from jaxpar.mesh._devices import Device, arrange_devices, check_unique, object_array
+from jaxpar.mesh._devices import Device, arrange_devices, arrange_given, check_unique
 from jaxpar.mesh._mesh import DeviceMesh, auto_mesh
 
 MeshLike: TypeAlias = DeviceMesh | jax.sharding.Mesh
@@ -28,11 +28,15 @@ def init_device_mesh(
 
     PyTorch: `init_device_mesh` (row M1). Nothing moves and no communicator is opened.
 
+    On TPUs choose axis sizes that are dims of the torus, such as `(16, 16)` on a v5e slice of 256 chips. Each axis then is
+    one ring of direct links, and a sum that is scattered over it (the gradients of `fully_shard`) is a reduce-scatter.
+    Over one axis of 256, XLA:TPU makes it an all-reduce, which sends twice as much.
+
     Args:
         shape: Size of each axis, 1 allowed; one may be -1 and takes what the others leave.
         axis_names: Name of each axis.
-        devices: Devices in the order they shall have, row-major. Default: all devices of all processes, ordered by
-            jaxpar.
+        devices: Devices in the order they shall have, row-major; a list of TPU devices is laid out along the torus (to
+            say where each one stands, give an array). Default: all devices of all processes, ordered by jaxpar.
 
     Returns:
         The mesh, over all the devices.
@@ -48,11 +52,12 @@ def init_device_mesh(
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
     check_new_names("init_device_mesh", names)
-    chosen = list(jax.devices()) if devices is None else list(np.asarray(devices, dtype=object).ravel())
+    given = jax.devices() if devices is None else devices
+    chosen = list(np.asarray(given, dtype=object).ravel())
     check_unique(chosen)
     full = infer_shape("init_device_mesh", sizes, names, len(chosen), "the number of devices is")
     _check_device_count(full, names, chosen, given=devices is not None)
-    arranged = arrange_devices(full, chosen) if devices is None else object_array(chosen).reshape(full)
+    arranged = arrange_devices(full, chosen) if devices is None else arrange_given(full, devices)
     return DeviceMesh(auto_mesh(arranged, names))
 
 

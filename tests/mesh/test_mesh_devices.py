@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from jaxpar.mesh._devices import arrange_devices, slice_shape
+from jaxpar.mesh._devices import arrange_devices, arrange_given, slice_shape
 
 
 @dataclass(frozen=True)
@@ -97,3 +97,40 @@ def test_tpu_slices_are_joined_by_the_first_axis():
     arranged = arrange_devices((2, 4), tpu_slice(1) + tpu_slice(0))
     slices = np.vectorize(lambda device: device.slice_index)(arranged)
     assert [set(row.tolist()) for row in slices] == [{0}, {1}]
+
+
+def v5e_slice() -> list[FakeDevice]:
+    """16 chips of a v5e torus of 4 x 4, host by host as JAX lists them: 2 x 2 chips each."""
+    places = [
+        (2 * hx + x, 2 * hy + y, 0) for hy in range(2) for hx in range(2) for y in range(2) for x in range(2)
+    ]
+    return [
+        FakeDevice(id=i, process_index=i // 4, platform="tpu", device_kind="TPU v5 lite", coords=place)
+        for i, place in enumerate(places)
+    ]
+
+
+def coords(array: np.ndarray, dim: int) -> np.ndarray:
+    return np.vectorize(lambda device: device.coords[dim])(array)
+
+
+def test_a_list_of_tpu_devices_is_laid_along_the_torus():
+    arranged = arrange_given((4, 4), v5e_slice())
+    fixed = [dim for dim in (0, 1) if all(len(set(row)) == 1 for row in coords(arranged, dim).tolist())]
+    assert len(fixed) == 1  # along the second axis one coordinate stays, and the other runs through all
+    assert all(sorted(row) == [0, 1, 2, 3] for row in coords(arranged, 1 - fixed[0]).tolist())
+    assert all(len(set(column)) == 1 for column in coords(arranged, 1 - fixed[0]).T.tolist())
+    assert len(set(arranged.flat)) == 16
+
+
+def test_an_array_of_tpu_devices_and_a_list_with_holes_are_kept_in_order():
+    devices = v5e_slice()
+    array = np.array(devices, dtype=object)
+    assert arrange_given((4, 4), array).ravel().tolist() == devices
+    diagonal = [device for device in devices if device.coords[0] == device.coords[1]][::-1]
+    assert arrange_given((2, 2), diagonal).ravel().tolist() == diagonal
+
+
+def test_a_list_of_other_devices_is_kept_in_order():
+    devices = hosts(2, 4)
+    assert arrange_given((2, 4), devices).ravel().tolist() == devices
