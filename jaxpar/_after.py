@@ -1,6 +1,7 @@
 """Order without communication: a value that XLA must compute after some numbers are known.
 
     wait_for(x, [n])    x, unchanged; what uses it runs after `n` is there
+    copy_after(x, [n])  the same for an array that lives on, such as a parameter
     number_of([y, z])   f32[]: known only when y and z are
 
 Collectives are placed with these: buckets of gradients stay apart, gathers start no earlier than they may.
@@ -26,14 +27,27 @@ def wait_for(x: jax.Array, numbers: Sequence[jax.Array]) -> jax.Array:
     """
     if not x.size or not numbers:
         return x
-    mine = _compat.varying_axes(jax.typeof(x))
     element = jax.lax.slice(x, (0,) * x.ndim, (1,) * x.ndim)
+    element = jnp.where(_never(x, numbers), jnp.zeros_like(element), element)
+    return jax.lax.dynamic_update_slice(x, element, (0,) * x.ndim)
+
+
+def copy_after(x: jax.Array, numbers: Sequence[jax.Array]) -> jax.Array:
+    """As `wait_for`, for an array that lives on (a parameter): its copy is not made before the numbers are known."""
+    if not x.size or not numbers:
+        return x
+    return jnp.where(_never(x, numbers), jnp.zeros_like(x), x)
+
+
+def _never(x: jax.Array, numbers: Sequence[jax.Array]) -> jax.Array:
+    """bool[]: false, in a way that the compiler does not see; known only when the numbers are."""
+    mine = _compat.varying_axes(jax.typeof(x))
+    never = []
     for number in numbers:
         foreign = _compat.varying_axes(jax.typeof(number)) - mine
         number = _compat.forget_axes(number, tuple(sorted(foreign)))
-        never = jnp.logical_and(number != number, number == number)
-        element = jnp.where(never, jnp.zeros_like(element), element)
-    return jax.lax.dynamic_update_slice(x, element, (0,) * x.ndim)
+        never.append(jnp.logical_and(number != number, number == number))
+    return functools.reduce(jnp.logical_or, never)
 
 
 def number_of(arrays: Sequence[jax.Array]) -> jax.Array:

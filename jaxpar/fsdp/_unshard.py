@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from jaxpar._after import number_of, wait_for
+from jaxpar._after import copy_after, number_of, wait_for
 from jaxpar._compat import forget_axes
 from jaxpar._module import vary, varying_axes
 from jaxpar.fsdp._policy import MixedPrecisionPolicy
@@ -93,10 +93,10 @@ class Gather:
         for wire in self._wires(cast, [True] * len(cast)):
             mine, dims = [cast[i] for i in wire.leaves], self._dims_of(wire)
             if wire.is_flat:
-                parts = self._all_gather(pack_shards(mine), after, dim=0, tiled=False)
+                parts = self._all_gather(wait_for(pack_shards(mine), after), dim=0, tiled=False)
                 whole = unpack_full(parts, mine, dims)
             else:
-                whole = [self._all_gather(mine[0], after, dim=dims[0], tiled=True)]
+                whole = [self._all_gather(copy_after(mine[0], after), dim=dims[0], tiled=True)]
             for leaf, value in zip(wire.leaves, whole, strict=True):
                 out[leaf] = value
         return out
@@ -134,8 +134,8 @@ class Gather:
     def _dims_of(self, wire: Wire) -> list[int]:
         return [dim for i in wire.leaves if (dim := self.dims[i]) is not None]
 
-    def _all_gather(self, x: jax.Array, after: Sequence[jax.Array], *, dim: int, tiled: bool) -> jax.Array:
-        x, dtype = wait_for(vary(x, self.axes), after), x.dtype
+    def _all_gather(self, x: jax.Array, *, dim: int, tiled: bool) -> jax.Array:
+        x, dtype = vary(x, self.axes), x.dtype
         is_disguised = self.send_as_integers and dtype.itemsize == 2
         sent = jax.lax.bitcast_convert_type(x, jnp.uint16) if is_disguised else x
         whole = jax.lax.all_gather(sent, self.axes, axis=dim, tiled=tiled)
