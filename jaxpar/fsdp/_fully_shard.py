@@ -15,11 +15,12 @@ from jaxpar._errors import ParallelizeError
 from jaxpar._module import swap_class
 from jaxpar._pytree import matches
 from jaxpar.fsdp._axes import resolve_axes, resolve_reshard
+from jaxpar.fsdp._call import call_unit
 from jaxpar.fsdp._dims import DEFAULT_PAD_ABOVE_BYTES
 from jaxpar.fsdp._offload import CPUOffloadPolicy
 from jaxpar.fsdp._policy import MixedPrecisionPolicy
 from jaxpar.fsdp._storage import ShardDimFn, Storage
-from jaxpar.fsdp._unit import UNIT, Group, Unit, call_unit, named_own_variables, unit_of
+from jaxpar.fsdp._unit import UNIT, Group, Unit, named_own_variables, unit_of
 from jaxpar.mesh import MeshLike, as_jax_mesh
 from jaxpar.mesh._flat_buffers import default_flatten_below_bytes
 
@@ -187,7 +188,9 @@ def _check(module: nnx.Module) -> None:
             f"inside, as in fully_shard(model, mesh, units='blocks.*')."
         )
     if not nnx.to_flat_state(nnx.state(module, nnx.Param)):
-        raise ParallelizeError(f"fully_shard: {name} has no parameters (nnx.Param): there is nothing to shard.")
+        raise ParallelizeError(
+            f"fully_shard: {name} has no parameters (nnx.Param): there is nothing to shard."
+        )
 
 
 def _checked_prefetch(prefetch: int) -> int:

@@ -56,9 +56,6 @@ class Order:
 
 
 _CURRENT: contextvars.ContextVar[Order | None] = contextvars.ContextVar("jaxpar_fsdp_order", default=None)
-_IS_UNSHARDED: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "jaxpar_fsdp_is_unsharded", default=False
-)
 
 
 @contextlib.contextmanager
@@ -81,18 +78,3 @@ def current_order() -> Iterator[Order]:
     else:
         with new_order(root=None if order is None else order.root) as order:
             yield order
-
-
-@contextlib.contextmanager
-def parameters_are_whole() -> Iterator[None]:
-    """Within the block, units find their parameters gathered already, and do not gather."""
-    reset = _IS_UNSHARDED.set(True)
-    try:
-        yield
-    finally:
-        _IS_UNSHARDED.reset(reset)
-
-
-def are_parameters_whole() -> bool:
-    """Whether `parameters_are_whole` is in force."""
-    return _IS_UNSHARDED.get()

@@ -102,8 +102,8 @@ def _slice(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
 
 def _scatter(gather: Gather, grads: Leaves, after: jax.Array) -> Leaves:
     like = [x if d is None else _slice(x, d, gather.axes) for x, d in zip(grads, gather.dims, strict=True)]
-    wires = gather._wires(like, [True] * len(like))
-    return gather._scatter(grads, wires, like, [after])
+    wires = gather.wires(like, [True] * len(like))
+    return gather.scatter(grads, wires, like, [after])
 
 
 def _scatter_in_backward(

@@ -69,7 +69,7 @@ class Gather:
         def forward(shards: Any, token: Any, after: Any) -> Any:
             values = [x.value for x in shards]
             wanted = tuple(x.perturbed and is_floating(x.value) for x in shards)
-            wires = self._wires(self._cast(values), wanted)
+            wires = self.wires(self.cast(values), wanted)
             whole = self.again(values, [number.value for number in after])
             return (whole, token.value), Static((wanted, wires))
 
@@ -79,7 +79,7 @@ class Gather:
                 instantiate(ct) if want else None for ct, want in zip(cotangents[0], wanted, strict=True)
             ]
             behind = [] if isinstance(cotangents[1], SymbolicZero) else [cotangents[1]]
-            parts = self._scatter(grads, wires, like, behind)
+            parts = self.scatter(grads, wires, like, behind)
             done = number_of([parts[i] for wire in wires for i in wire.leaves])
             return parts, forget_axes(done, tuple(varying_axes(done))), None
 
@@ -88,9 +88,9 @@ class Gather:
 
     def again(self, shards: Sequence[jax.Array], after: Sequence[jax.Array]) -> Leaves:
         """The whole leaves once more, in a backward pass; not differentiable."""
-        cast = self._cast(shards)
+        cast = self.cast(shards)
         out = list(cast)
-        for wire in self._wires(cast, [True] * len(cast)):
+        for wire in self.wires(cast, [True] * len(cast)):
             mine, dims = [cast[i] for i in wire.leaves], self._dims_of(wire)
             if wire.is_flat:
                 parts = self._all_gather(wait_for(pack_shards(mine), after), dim=0, tiled=False)
@@ -101,11 +101,12 @@ class Gather:
                 out[leaf] = value
         return out
 
-    def _cast(self, shards: Sequence[jax.Array]) -> Leaves:
+    def cast(self, shards: Sequence[jax.Array]) -> Leaves:
+        """The shards in the dtype that travels."""
         dtype = self.policy.param_dtype
         return [x.astype(dtype) if dtype and jnp.issubdtype(x.dtype, jnp.floating) else x for x in shards]
 
-    def _wires(self, cast: Leaves, chosen: Sequence[bool]) -> tuple[Wire, ...]:
+    def wires(self, cast: Leaves, chosen: Sequence[bool]) -> tuple[Wire, ...]:
         """The collectives of the chosen leaves: all forward, those that have a gradient backward."""
         if not self.axes:
             return ()
@@ -114,7 +115,7 @@ class Gather:
             cast, dims, num_ranks=self.num_ranks, flatten_below_bytes=self.flatten_below_bytes
         )
 
-    def _scatter(
+    def scatter(
         self, grads: list[Any], wires: tuple[Wire, ...], like: Sequence[Any], after: Sequence[jax.Array]
     ) -> list[Any]:
         """This device's parts of the summed gradients, in the stored dtypes; None where no gradient is."""

@@ -17,7 +17,7 @@ from jaxpar._after import number_of
 from jaxpar._errors import ParallelizeError
 from jaxpar._module import vary
 from jaxpar.fsdp._record import record_of
-from jaxpar.fsdp._unit import Group, Unit, _live, own_variables, unit_of
+from jaxpar.fsdp._unit import Group, Unit, live_axes, own_variables, unit_of
 from jaxpar.fsdp._unshard import Gather
 
 Leaves = list[jax.Array]
@@ -40,7 +40,7 @@ class Members:
 
     def shards(self, leaves: Sequence[jax.Array]) -> Leaves:
         """This device's parts; on replicas each for itself, so that trained and frozen ones travel together."""
-        axes = _live(self.unit.replicate_axes)
+        axes = live_axes(self.unit.replicate_axes)
         mine = zip(self.variables, (leaves[i] for i in self.leaves), strict=True)
         return [vary(x, axes) if record_of(v) else x for v, x in mine]
 
@@ -122,11 +122,11 @@ def _scatter(
     like = [
         x if g is None else jax.ShapeDtypeStruct(x.shape, g.dtype) for g, x in zip(grads, shards, strict=True)
     ]
-    wires = gather._wires(gather._cast(shards), [g is not None for g in grads])
+    wires = gather.wires(gather.cast(shards), [g is not None for g in grads])
     sent = list(grads)
     for i in (leaf for wire in wires for leaf in wire.leaves):  # in the dtype that a backward pass would send
         sent[i] = grads[i].astype(unit.policy.reduce_dtype or unit.policy.param_dtype or shards[i].dtype)
-    return gather._scatter(sent, wires, like, after)
+    return gather.scatter(sent, wires, like, after)
 
 
 def _identity(path: Any, group: Group | None) -> Any:

@@ -21,7 +21,7 @@ from jaxpar._mean import Mean, divide
 from jaxpar._module import vary, varying_axes
 from jaxpar._pytree import PyTree
 from jaxpar.ddp._order import ready_order
-from jaxpar.fsdp._order import new_order, parameters_are_whole
+from jaxpar.fsdp._order import new_order
 from jaxpar.fsdp._whole import Units
 from jaxpar.train._dropout import use_global_positions
 from jaxpar.train._metrics import split_output, sum_over_ranks, values
@@ -131,8 +131,7 @@ class LocalStep:
         assert self.units is not None
         num, shards = len(params), [*params, *rest]
         whole = self.units.gather(shards)
-        with parameters_are_whole():
-            grads, means, after = self._sum(whole[:num], whole[num:], microbatches)
+        grads, means, after = self._sum(whole[:num], whole[num:], microbatches)
         grads = self.units.scatter([*grads, *[None] * len(rest)], shards)[:num]
         # A frozen parameter of a unit is among the rest: it was whole in the loop only.
         rest = [shards[i] if i in self.units.leaves else x for i, x in enumerate(after, start=num)]

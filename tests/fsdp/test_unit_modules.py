@@ -302,3 +302,20 @@ def test_gradients_in_ones_own_shard_map_are_summed_over_replicas_too() -> None:
     table = collectives(gradients, state, BATCH, mesh=mesh)
     assert table.count("reduce_scatter", "shard") == 3  # one for each of the three calls
     assert table.bytes("all_reduce", "replica") == 3 * 4 * (8 * 8 + 8) // 2
+
+
+def test_a_parameter_shared_by_units_over_other_axes_is_a_named_error() -> None:
+    mesh = init_device_mesh((2, 2), ("outer", "inner"), devices=jax.devices()[:4])
+    model = Tied()
+    fully_shard(model.first, mesh["inner"])
+    fully_shard(model.second, mesh, shard_axis=("outer", "inner"))
+    fully_shard(model, mesh["inner"])
+    step = jaxpar.TrainStep(
+        tied_loss,
+        model,
+        nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param),
+        mesh=mesh,
+        batch_axes=mesh.axis_names,
+    )
+    with pytest.raises(ParallelizeError, match=r"two units share a parameter.*Shard both over the same axes"):
+        step(BATCH)
