@@ -17,13 +17,17 @@ Scripts are run as files (`python benchmarks/ddp.py --quick`), which puts this f
 """
 
 import argparse
+import contextlib
 import json
 import operator
 import re
+import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 _COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "==": operator.eq}
 _TARGET = re.compile(r"(ratio|value) *(<=|>=|==|<|>) *([0-9.e+-]+)")
@@ -116,6 +120,22 @@ def interleave(
             if round_ >= warmups:
                 samples[name].append(elapsed_s if measured is None else measured)
     return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def reset_peak_rss() -> None:
+    """Begins a new window for `peak_rss_bytes`, where the system can (Linux)."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process held since `reset_peak_rss`; since its start where the system has no windows."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        if found:
+            return int(found.group(1)) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def is_quick(argv: list[str] | None, description: str | None) -> bool:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -98,3 +99,49 @@ def test_a_readme_without_markers_is_an_error() -> None:
 def test_every_benchmark_says_what_it_measures_and_has_a_main(name: str) -> None:
     source = (FOLDER / f"{name}.py").read_text()
     assert source.startswith('"""') and "\ndef main(argv: list[str] | None = None) -> int:" in source
+
+
+FACTS = {
+    "jaxpar": {"step_s": 0.1, "collectives": {"all_gather": 5}, "sent_bytes": 1 << 20, "device_bytes": 3 << 20},
+    "kept": {"step_s": 0.3, "collectives": {"all_gather": 3}, "sent_bytes": 1 << 19, "device_bytes": 4 << 20},
+    "by hand": {"step_s": 0.2, "collectives": {"all_gather": 10}, "sent_bytes": 1 << 20, "device_bytes": 2 << 20},
+}  # fmt: skip
+
+
+@pytest.fixture
+def fsdp(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(FOLDER)
+    return load("fsdp")
+
+
+def test_layouts_take_turns_and_every_number_is_the_median_of_its_runs(fsdp: ModuleType, monkeypatch) -> None:
+    workers, order = sys.modules["_workers"], []
+    times = iter([1.0, 10.0, 5.0, 30.0, 2.0, 20.0])
+
+    def worker(script: str, *arguments: object, layout: str):
+        order.append(layout)
+        return {"jaxpar": {"step_s": next(times), "collectives": {"all_gather": 5}}}
+
+    monkeypatch.setattr(workers, "run_worker", worker)
+    medians = workers.medians_of_turns("worker.py", layouts=["a", "b"], repeats=3)
+    assert order == ["a", "b"] * 3
+    assert medians["a"] == {"jaxpar": {"step_s": 2.0, "collectives": {"all_gather": 5}}}
+    assert medians["b"]["jaxpar"]["step_s"] == 20.0
+
+
+def test_steps_of_both_ways_are_judged_by_the_hand_written_step(fsdp: ModuleType) -> None:
+    default, kept, throughput = fsdp.step_results({"2 processes": FACTS})
+    assert (default.ratio, default.ok, default.target) == (0.5, True, "ratio <= 1.05")
+    assert (kept.ratio, kept.ok) == (
+        pytest.approx(1.5),
+        False,
+    ) and "reshard_after_forward=False" in kept.config
+    assert (throughput.value, throughput.unit, throughput.ratio) == (10240.0, "tokens/s", 2.0)
+
+
+def test_programs_are_compared_in_collectives_bytes_and_memory(fsdp: ModuleType) -> None:
+    rows = list(fsdp.program_results({name: FACTS[name] for name in ("jaxpar", "by hand")}))
+    assert [(row.metric, row.value, row.baseline_value) for row in rows] == [
+        ("collectives", 5, 10), ("sent", 1.0, 1.0), ("peak", 3.0, 2.0)
+    ]  # fmt: skip
+    assert "5 all_gather" in rows[0].unit and "10 all_gather" in rows[0].baseline
