@@ -134,10 +134,10 @@ def instantiate(cotangent: Any) -> Any:
     """A cotangent as an array: JAX's symbolic zeros become zeros of their type."""
     if not isinstance(cotangent, SymbolicZero):
         return cotangent
-    if cotangent.dtype == jax.dtypes.float0:
-        return np.zeros(cotangent.shape, jax.dtypes.float0)
-    varying = tuple(_compat.varying_axes(cotangent.aval))
-    return vary(jnp.zeros(cotangent.shape, cotangent.dtype), varying)
+    aval: Any = cotangent.aval
+    if aval.dtype == jax.dtypes.float0:
+        return np.zeros(aval.shape, jax.dtypes.float0)
+    return vary(jnp.zeros(aval.shape, aval.dtype), tuple(_compat.varying_axes(aval)))
 
 
 @jax.tree_util.register_static
