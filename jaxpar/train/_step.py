@@ -22,6 +22,7 @@ from jaxpar._pytree import PyTree
 from jaxpar.data import global_batch
 from jaxpar.ddp._module import CONFIG, DDPConfig, put_on_mesh
 from jaxpar.ddp._reduce import Reduction
+from jaxpar.fsdp._abstract_state import follow_parameters
 from jaxpar.fsdp._follows import check_optimizer_follows
 from jaxpar.fsdp._offload import on_device
 from jaxpar.fsdp._whole import Units
@@ -115,6 +116,7 @@ class TrainStep:
         check_units(model, self._batch_axes)
         check_records(model, self._mesh)
         put_on_mesh(model, self._mesh)
+        follow_parameters(optimizer, model)
         put_on_mesh(optimizer, self._mesh)
         check_optimizer_follows(model, optimizer)
         self._model = Variables.of(model, optimizer.wrt)
