@@ -27,7 +27,6 @@ from _model import (
 )
 from jaxpar.debug import collectives, memory, overlap, topology
 from jaxpar.fsdp import MixedPrecisionPolicy, fully_shard
-from jaxpar.fsdp._abstract_state import follow_parameters
 from jaxpar.mesh import DeviceMesh
 
 # Every dim divides by 4,096.
@@ -149,7 +148,6 @@ def abstract_step(mesh: DeviceMesh, config: TransformerConfig) -> jaxpar.TrainSt
     policy = MixedPrecisionPolicy(param_dtype=jnp.bfloat16)
     fully_shard(model, mesh, units=("embed", "blocks.*"), mp_policy=policy)
     optimizer = nnx.eval_shape(lambda model: nnx.Optimizer(model, TX, wrt=nnx.Param), model)
-    follow_parameters(optimizer, model)
     return jaxpar.TrainStep(loss_fn, model, optimizer, mesh=mesh)
 
 

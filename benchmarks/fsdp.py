@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     results = [*step_results(measured), *program_results(measured[ONE_DEVICE_EACH])]
     if not quick:
         results += peer_results(measured[ONE_DEVICE_EACH]["jaxpar"]["step_s"], rounds)
-        results += threshold_results(rounds, repeats)
+        results += threshold_results(rounds)
     if has_gpu_compiler("fsdp"):
         results += gpu_results([64], depth=2) if quick else gpu_results([64, 4096], depth=12)
     return emit(*results)
@@ -91,11 +91,9 @@ def peer_results(step_s: float, rounds: int) -> Iterator[Result]:
         )
 
 
-def threshold_results(rounds: int, repeats: int) -> Iterator[Result]:
+def threshold_results(rounds: int) -> Iterator[Result]:
     """The default of `flatten_below_bytes` beside others."""
-    for layout, seconds in medians_of_turns(
-        WORKER, "thresholds", rounds, layouts=LAYOUTS, repeats=repeats
-    ).items():
+    for layout, seconds in medians_of_turns(WORKER, "thresholds", rounds, layouts=LAYOUTS, repeats=1).items():
         default = seconds.pop("default")
         for threshold, step_s in seconds.items():
             baseline = f"flatten_below_bytes={threshold}"
