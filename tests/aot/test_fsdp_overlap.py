@@ -23,7 +23,6 @@ import jaxpar
 from jaxpar.debug import collectives, memory, overlap, topology
 from jaxpar.debug._topology import has_gpu_compiler
 from jaxpar.fsdp import MixedPrecisionPolicy, fully_shard
-from jaxpar.fsdp._abstract_state import follow_parameters
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from transformer import Block, Transformer, TransformerConfig
@@ -73,7 +72,6 @@ def compiled_step(depth: int, *, num_devices: int = 64, prefetch: int = 1, keep_
     shard([model.norm, model.head], reshard_after_forward=False)
     shard(model)
     optimizer = nnx.eval_shape(lambda model: nnx.Optimizer(model, optax.adamw(3e-4), wrt=nnx.Param), model)
-    follow_parameters(optimizer, model)
     step = jaxpar.TrainStep(loss_fn, model, optimizer, mesh=mesh)
     tokens = jax.ShapeDtypeStruct((num_devices * SEQUENCES, LENGTH + 1), jnp.int32)
     return step.lower(tokens).compile(compiler_options=OPTIONS), mesh

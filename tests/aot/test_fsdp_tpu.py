@@ -20,7 +20,6 @@ import jaxpar
 from jaxpar.debug import CollectiveTable, collectives, memory, topology
 from jaxpar.debug._torus import has_tpu_compiler
 from jaxpar.fsdp import MixedPrecisionPolicy, fully_shard
-from jaxpar.fsdp._abstract_state import follow_parameters
 from jaxpar.mesh import DeviceMesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
@@ -45,7 +44,6 @@ def compiled_step(mesh: DeviceMesh) -> tuple[CollectiveTable, jax.stages.Compile
     for unit in (model.embed, *model.blocks, model.head, model):
         fully_shard(unit, mesh, mp_policy=POLICY)
     optimizer = nnx.eval_shape(lambda model: nnx.Optimizer(model, optax.adamw(3e-4), wrt=nnx.Param), model)
-    follow_parameters(optimizer, model)
     step = jaxpar.TrainStep(loss_fn, model, optimizer, mesh=mesh, batch_axes=mesh.axis_names)
     tokens = jax.ShapeDtypeStruct((2 * 256, 257), jnp.int32)
     compiled = step.lower(tokens).compile(compiler_options=OPTIONS)
