@@ -91,7 +91,10 @@ def _gather(
         vary(v.get_value(), live_axes(unit.replicate_axes)) if record_of(v) else v.get_value()
         for v in variables
     ]
-    full, order.scatter_token = unit.gather(variables, shards)(shards, order.scatter_token, after)
+    # In the backward, units two further ahead than the prefetch wait for this reduce-scatter. XLA:GPU puts off gradients of
+    # weights to hide collectives under them, and keeps what they need of all units alive.
+    token = order.scatter_token + _earlier(order.tokens, max(unit.prefetch, 1) + 2, jnp.float32(0))
+    full, order.scatter_token = unit.gather(variables, shards)(shards, token, after)
     return full
 
 

@@ -107,3 +107,14 @@ def test_without_prefetch_gathers_travel_alone() -> None:
         for compiled in (with_prefetch, without)
     ]
     assert shares[0] >= 0.8 and shares[1] <= 0.5
+
+
+def test_memory_grows_with_saved_inputs_and_not_with_gathered_weights() -> None:
+    growth = {}
+    for keep_blocks in (False, True):
+        temp = [memory(compiled_step(depth, keep_blocks=keep_blocks)[0]).temp_bytes for depth in (4, 8)]
+        growth[keep_blocks] = (temp[1] - temp[0]) / 4
+    saved_input, gathered = 2 * SEQUENCES * LENGTH * WIDTH, 2 * BLOCK
+    # Beside the input: the shard of its gradient, and the cast shard that is gathered again (1.5 MiB).
+    assert growth[False] <= 2 * saved_input
+    assert growth[True] - growth[False] > 0.75 * gathered

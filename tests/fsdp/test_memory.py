@@ -82,7 +82,7 @@ def test_arguments_and_results_of_a_step_are_the_shards() -> None:
 def test_the_peak_grows_with_one_unit_and_not_with_depth() -> None:
     """What each block adds: two rows of activations (1 KiB), not its gathered weight (64 KiB) nor a shard (8 KiB)."""
     by_depth = {
-        keep: (use_of(16, keep).temp_bytes - use_of(4, keep).temp_bytes) / 12 for keep in (True, False)
+        keep: (use_of(16, keep).temp_bytes - use_of(8, keep).temp_bytes) / 8 for keep in (True, False)
     }
     assert by_depth[True] <= 2 * 4 * WIDTH
     assert by_depth[False] >= BLOCK_BYTES
