@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxpar import _compat
 from jaxpar._errors import BatchError, ParallelizeError
 from jaxpar._pytree import PyTree
 from jaxpar.data import global_batch
@@ -264,7 +265,10 @@ class TrainStep:
         kept = jax.tree.map(lambda x: x.sharding, arguments)
         replicated = NamedSharding(self._mesh, PartitionSpec())
         return jax.jit(
-            train_step, out_shardings=(*kept, replicated), donate_argnums=(0, 1, 2, 3, 4) if donate else ()
+            train_step,
+            out_shardings=(*kept, replicated),
+            donate_argnums=(0, 1, 2, 3, 4) if donate else (),
+            compiler_options=_compat.compiler_options(self._mesh.devices.flat[0].platform),
         )
 
 
