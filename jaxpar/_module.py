@@ -2,11 +2,12 @@
 
     model.__class__ = subclass of type(model)      the same object, the same parameters, one method replaced
 
-The subclass is made once per (class, attributes), so graph definitions stay equal and jit caches hit.
+The subclass is made once per (class, layer), so graph definitions stay equal and jit caches hit.
 """
 
 import functools
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
@@ -15,20 +16,35 @@ from flax import nnx
 from jaxpar import _compat
 
 ModuleT = TypeVar("ModuleT", bound=nnx.Module)
+INSIDE, OUTSIDE = 0, 1
+_LAYER = "_jaxpar_layer"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a generated class adds to the class below it.
+
+    Args:
+        prefix: of its name.
+        call: the body of its methods, `call(original_method, self, *args, **kwargs)`.
+        attributes: of the class.
+        methods: names of the methods that are replaced.
+        level: layers lie in the order of their levels, whichever was added first.
+    """
+
+    prefix: str
+    call: Callable[..., Any]
+    attributes: tuple[tuple[str, Hashable], ...] = ()
+    methods: tuple[str, ...] = ("__call__",)
+    level: int = OUTSIDE
 
 
 @functools.cache
-def subclass(
-    cls: type,
-    prefix: str,
-    call: Callable[..., Any],
-    attributes: tuple[tuple[str, Hashable], ...],
-    methods: tuple[str, ...],
-) -> type:
-    """Returns `cls` with methods replaced; the body receives `(original_method, self, *args, **kwargs)`."""
-    namespace = {name: _replaced(getattr(cls, name), call) for name in methods}
-    described = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-    return type(prefix + cls.__name__, (cls,), namespace | described | dict(attributes))
+def subclass(cls: type, layer: Layer) -> type:
+    """Returns `cls` with methods replaced."""
+    namespace = {name: _replaced(getattr(cls, name), layer.call) for name in layer.methods}
+    described = {"__module__": cls.__module__, "__doc__": cls.__doc__, _LAYER: layer}
+    return type(layer.prefix + cls.__name__, (cls,), namespace | described | dict(layer.attributes))
 
 
 def swap_class(
@@ -38,10 +54,19 @@ def swap_class(
     attributes: dict[str, Hashable] | None = None,
     *,
     methods: tuple[str, ...] = ("__call__",),
+    level: int = OUTSIDE,
 ) -> ModuleT:
-    """Gives `module` the subclass of `subclass`, in place, and returns it."""
-    items = tuple(sorted((attributes or {}).items()))
-    module.__class__ = subclass(type(module), prefix, call, items, methods)
+    """Gives `module` a subclass of its class, in place, and returns it; see `Layer`.
+
+    A layer `INSIDE` (tensor parallelism: what the module computes) is put below those `OUTSIDE` (what is gathered
+    before, what is reduced after) that are there already.
+    """
+    layer = Layer(prefix, call, tuple(sorted((attributes or {}).items())), methods, level)
+    cls, above = type(module), []
+    while (top := vars(cls).get(_LAYER)) is not None and top.level > level:
+        above.append(top)
+        cls = cls.__bases__[0]
+    module.__class__ = functools.reduce(subclass, (layer, *reversed(above)), cls)
     return module
 
 

@@ -1,6 +1,6 @@
 """The shape of the house: import arrows point down, the launcher is standard library only, one version quarantine.
 
-jaxpar_launch <- _errors <- _compat, _pytree, _module, _mean <- mesh <- ddp | fsdp | data | debug | _init_sharded <- train
+jaxpar_launch <- _errors <- _compat, _pytree, _module, _mean <- mesh <- ddp | fsdp | tp | cp | data | debug | _init_sharded <- train
 """
 
 import ast
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 MAX_LINES = 500
 
 # What each part may import of jaxpar; a part is a top-level module or sub-package. Siblings never meet.
-FOUNDATION = {"_errors", "_compat", "_pytree", "_module", "_mean", "_after", "_flat"}
+FOUNDATION = {"_errors", "_compat", "_pytree", "_module", "_mean", "_after", "_flat", "_spec", "_record"}
 MAY_IMPORT = {
     "_errors": set(),
     "_compat": {"_errors"},
@@ -23,13 +23,17 @@ MAY_IMPORT = {
     "_module": {"_errors", "_compat", "_pytree"},
     "_after": {"_compat"},
     "_flat": set(),
+    "_spec": set(),
+    "_record": {"_flat"},
     "_init_sharded": FOUNDATION,
     "mesh": FOUNDATION,
     "ddp": FOUNDATION | {"mesh"},
     "fsdp": FOUNDATION | {"mesh"},
+    "tp": FOUNDATION | {"mesh"},
+    "cp": FOUNDATION | {"mesh"},
     "data": FOUNDATION | {"mesh"},
     "debug": FOUNDATION | {"mesh"},
-    "train": FOUNDATION | {"mesh", "ddp", "fsdp", "data", "debug"},
+    "train": FOUNDATION | {"mesh", "ddp", "fsdp", "tp", "cp", "data", "debug"},
 }
 NO_JAX = {"_errors"}
 ENVIRONMENT_READERS = {"launch/jaxpar_launch/env.py", "jaxpar/mesh/_distributed.py"}

@@ -16,10 +16,10 @@ from flax import nnx
 
 from jaxpar._after import number_of
 from jaxpar._module import manual_axes, vary
+from jaxpar._record import own_shape, record_of
 from jaxpar.fsdp._offload import on_device
 from jaxpar.fsdp._order import Order, current_order
 from jaxpar.fsdp._policy import MixedPrecisionPolicy, cast_floating
-from jaxpar.fsdp._record import own_shape, record_of
 from jaxpar.fsdp._run import run_regathering
 from jaxpar.fsdp._unit import UNIT, Group, Unit, has_inner_units, is_shard, live_axes, own_variables, unit_of
 from jaxpar.fsdp._unshard import Gather
@@ -63,7 +63,7 @@ def _call(
     if reshard is not True:
         again = dataclasses.replace(again, axes=live_axes(reshard), policy=MixedPrecisionPolicy())
         shards = _pieces(full, again)
-    token = _earlier(order.tokens, unit.prefetch, jnp.float32(0))
+    token = _earlier(order.tokens, unit.prefetch, jnp.float32(0)) if unit.prefetch else None
     out, token = run_regathering(original, self, variables, full, shards, again.again, token, args, kwargs)
     order.tokens.append(token)
     return out

@@ -10,6 +10,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from jaxpar._errors import ParallelizeError
+from jaxpar._spec import entries
 
 DEFAULT_PAD_ABOVE_BYTES = 1024 * 1024
 
@@ -57,17 +58,6 @@ class Leaf:
             size // math.prod(sizes[a] for a in axes) for size, axes in zip(x.shape, used, strict=True)
         )
         return cls(name, tuple(x.shape), x.dtype.itemsize, spec, left)
-
-
-def entries(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
-    """A spec as one tuple of axes for each dim."""
-    names = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
-    return names + [()] * (ndim - len(names))
-
-
-def as_spec(names: list[tuple[str, ...]]) -> PartitionSpec:
-    """The inverse of `entries`."""
-    return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in names))
 
 
 def choose_dim(leaf: Leaf, *, num_parts: int, pad_above_bytes: int) -> Choice:

@@ -15,7 +15,7 @@ from jaxpar._after import number_of
 from jaxpar._errors import ParallelizeError
 from jaxpar._module import manual_axes
 from jaxpar._pytree import PyTree, leaf_names
-from jaxpar.fsdp._dims import entries
+from jaxpar._spec import entries
 from jaxpar.fsdp._policy import MixedPrecisionPolicy
 from jaxpar.fsdp._regather import regathering
 from jaxpar.fsdp._residuals import is_floating

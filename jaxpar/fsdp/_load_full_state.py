@@ -12,8 +12,8 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from jaxpar._errors import ParallelizeError
+from jaxpar._record import is_flat
 from jaxpar.fsdp._named import NamedArray, check_no_bare_arrays, dtype_of, named_arrays
-from jaxpar.fsdp._record import is_flat
 
 
 def load_full_state(

@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding
 
 from jaxpar._errors import ParallelizeError
 from jaxpar._pytree import leaf_name
-from jaxpar.fsdp._dims import entries
-from jaxpar.fsdp._record import is_flat, logical_shape
+from jaxpar._record import is_flat, logical_shape
+from jaxpar._spec import entries
 
 Variable = nnx.Variable[Any]
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpar.fsdp._dims import entries
+from jaxpar._spec import entries
 from jaxpar.fsdp._named import splitting_axes
 from jaxpar.fsdp._stream import Piece, Reading
 from jaxpar.mesh import all_gather

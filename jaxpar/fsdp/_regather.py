@@ -28,12 +28,13 @@ def regathering(
     full: Leaves,
     shards: Leaves,
     inputs: Leaves,
-    token: jax.Array,
+    token: jax.Array | None,
 ) -> tuple[Leaves, jax.Array]:
     """Returns `fn(full, inputs)` and a token; the backward uses `gather(shards, after)` in place of `full`.
 
     Tokens carry order through the backward: the gather here waits until the backward of the call that was given
-    this call's token has begun; if there is none, only for this call's own outputs.
+    this call's token has begun; if there is none, only for this call's own outputs. Given no token at all, it waits
+    until this call's own backward can begin.
 
     Args:
         fn: pure, flat lists of arrays in and out.
@@ -41,14 +42,16 @@ def regathering(
         full: gathered parameters; their cotangents are this call's contribution to the gradient.
         shards: what they were gathered from.
         inputs: all other arrays that `fn` reads.
-        token: f32[], the token of an earlier call, or zero.
+        token: f32[], the token of an earlier call, or zero; None: gather nothing ahead of time.
 
     Returns:
         The outputs of `fn`, and this call's token.
     """
 
     @jax.custom_vjp
-    def call(full: Leaves, shards: Leaves, inputs: Leaves, token: jax.Array) -> tuple[Leaves, jax.Array]:
+    def call(
+        full: Leaves, shards: Leaves, inputs: Leaves, token: jax.Array | None
+    ) -> tuple[Leaves, jax.Array]:
         return fn(full, inputs), jnp.float32(0)
 
     def forward(full: Any, shards: Any, inputs: Any, token: Any) -> Any:
@@ -61,12 +64,15 @@ def regathering(
 
     def backward(saved: Any, cotangents: Any) -> Any:
         kept, shards, done, split = saved
-        outputs, token = [instantiate(ct) for ct in cotangents[0]], cotangents[1]
-        full = gather(shards, [done] if isinstance(token, SymbolicZero) else [done, token])
-        full_cotangents, input_cotangents = split.value.backward(full, kept, outputs)
+        outputs = [instantiate(ct) for ct in cotangents[0]]
         begun = number_of([ct for ct in outputs if ct.dtype != jax.dtypes.float0])
         begun = _compat.forget_axes(begun, tuple(_compat.varying_axes(jax.typeof(begun))))
-        return full_cotangents, None, input_cotangents, begun
+        if token is None:
+            after = [begun]
+        else:
+            after = [done] if isinstance(cotangents[1], SymbolicZero) else [done, cotangents[1]]
+        full_cotangents, input_cotangents = split.value.backward(gather(shards, after), kept, outputs)
+        return full_cotangents, None, input_cotangents, None if token is None else begun
 
     call.defvjp(forward, backward, symbolic_zeros=True)
     return call(full, [jax.lax.stop_gradient(x) for x in shards], inputs, token)

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxpar._record import own_shape
 from jaxpar.fsdp._order import new_order
-from jaxpar.fsdp._record import own_shape
 from jaxpar.fsdp._regather import regathering
 
 Leaves = list[jax.Array]
@@ -39,7 +39,7 @@ def run_regathering(
     full: Leaves,
     shards: Leaves,
     gather: Callable[[Leaves, Sequence[jax.Array]], Leaves],
-    token: jax.Array,
+    token: jax.Array | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, jax.Array]:

@@ -12,11 +12,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpar._errors import ParallelizeError
 from jaxpar._flat import flatten_and_pad, padded_size
 from jaxpar._pytree import matches
-from jaxpar.fsdp._dims import Choice, Leaf, as_spec, checked_dim, choose_dim, entries
+from jaxpar._record import KEY, Record, record_of
+from jaxpar._spec import as_spec, entries
+from jaxpar.fsdp._dims import Choice, Leaf, checked_dim, choose_dim
 from jaxpar.fsdp._offload import to_host
-from jaxpar.fsdp._record import KEY, Record, record_of
 from jaxpar.mesh import Shard
-from jaxpar.mesh._place import place
+from jaxpar.mesh._place import put
 
 ShardDimFn = Callable[[str, Any], Shard | int | None]
 Variable = nnx.Variable[Any]
@@ -118,7 +119,7 @@ class Storage:
             if choice.dim is not None:
                 dim, size = choice.dim - x.ndim, choice.size
                 used[choice.dim] = (*used[choice.dim], *self.axes)
-        stored = _put(x, NamedSharding(self.mesh, as_spec(used)))
+        stored = put(x, NamedSharding(self.mesh, as_spec(used)))
         variable.set_value(to_host(stored) if self.is_on_host else stored)
         variable.set_metadata(KEY, Record(dim, self.axes, shape, choice.reason, size))
 
@@ -126,10 +127,3 @@ class Storage:
         length = padded_size(x.size, self.num_parts)
         is_abstract = isinstance(x, jax.ShapeDtypeStruct)
         return jax.ShapeDtypeStruct((length,), x.dtype) if is_abstract else flatten_and_pad(x, length)
-
-
-def _put(x: Any, sharding: NamedSharding) -> Any:
-    """The array in its new place, in buffers of its own; abstract ones get the sharding only."""
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    return jax.device_put(place([x], sharding.mesh)[0], sharding)  # pyright: ignore[reportArgumentType]

@@ -15,8 +15,8 @@ from flax import nnx
 from jaxpar._errors import ParallelizeError
 from jaxpar._module import manual_axes
 from jaxpar._pytree import leaf_name
+from jaxpar._record import record_of
 from jaxpar.fsdp._policy import MixedPrecisionPolicy
-from jaxpar.fsdp._record import record_of
 from jaxpar.fsdp._unshard import Gather
 
 UNIT = "_jaxpar_fsdp_unit"

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxpar._after import number_of
 from jaxpar._errors import ParallelizeError
 from jaxpar._module import vary
-from jaxpar.fsdp._record import record_of
+from jaxpar._record import record_of
 from jaxpar.fsdp._unit import Group, Unit, live_axes, own_variables, unit_of
 from jaxpar.fsdp._unshard import Gather
 

@@ -16,11 +16,12 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar._errors import ParallelizeError
-from jaxpar.fsdp._dims import Leaf, as_spec, choose_dim, entries
+from jaxpar._record import KEY, Record
+from jaxpar._spec import as_spec, entries
+from jaxpar.fsdp._dims import Leaf, choose_dim
 from jaxpar.fsdp._named import dotted
-from jaxpar.fsdp._record import KEY, Record
-from jaxpar.fsdp._storage import _put
 from jaxpar.mesh import MeshLike, as_jax_mesh, axes_of
+from jaxpar.mesh._place import put
 
 OptimizerT = TypeVar("OptimizerT", bound=nnx.Optimizer)
 
@@ -95,7 +96,7 @@ def _shard(
     if choice.dim is not None:
         used[choice.dim] = (*used[choice.dim], *axes)
         dim = choice.dim - x.ndim
-    variable.set_value(_put(x, NamedSharding(mesh, as_spec(used), memory_kind=before.memory_kind)))
+    variable.set_value(put(x, NamedSharding(mesh, as_spec(used), memory_kind=before.memory_kind)))
     reason = choice.reason.partition(";")[0]
     variable.set_metadata(KEY, Record(dim, axes, reason=reason, size=choice.size))
 

@@ -30,6 +30,13 @@ def place(values: list[Any], mesh: jax.sharding.Mesh) -> list[Any]:
     return out
 
 
+def put(x: Any, sharding: NamedSharding) -> Any:
+    """The array in a new place, in buffers of its own; an abstract one gets the sharding only."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.device_put(place([x], sharding.mesh)[0], sharding)  # pyright: ignore[reportArgumentType]
+
+
 def _lies_on(x: Any, mesh: jax.sharding.Mesh) -> bool:
     own = getattr(x, "sharding", None)
     return isinstance(own, NamedSharding) and own.mesh == mesh

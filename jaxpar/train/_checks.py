@@ -12,10 +12,10 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from jaxpar._errors import ParallelizeError
+from jaxpar._record import Record, record_of
+from jaxpar._spec import entries
 from jaxpar.ddp._hooks import allreduce_hook
 from jaxpar.ddp._reduce import Reduction
-from jaxpar.fsdp._dims import entries
-from jaxpar.fsdp._record import Record, record_of
 from jaxpar.fsdp._unit import unit_of
 from jaxpar.fsdp._zero1 import Cut
 

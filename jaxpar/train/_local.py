@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar._errors import BatchError
+from jaxpar._errors import BatchError, ParallelizeError
 from jaxpar._mean import Mean, divide
 from jaxpar._module import vary, varying_axes
-from jaxpar._pytree import PyTree
+from jaxpar._pytree import PyTree, leaf_name
 from jaxpar.ddp._order import ready_order
 from jaxpar.fsdp._order import new_order
 from jaxpar.fsdp._whole import Units
@@ -84,7 +84,19 @@ class LocalStep:
         use_global_positions(model, self.axes)
         with new_order(root=model):
             loss, metrics = split_output(self.loss_fn(model, batch))
+        self._check_results({"loss": loss, **metrics})
         return Mean(vary(loss.total, self.axes), loss.count), metrics, self.split(model)
+
+    def _check_results(self, means: PyTree) -> None:
+        """A loss that differs over an axis that does not split the batch was computed from a part of something."""
+        for path, x in jax.tree_util.tree_leaves_with_path(means):
+            foreign = sorted(varying_axes(x) - set(self.axes))
+            if foreign:
+                raise ParallelizeError(
+                    f"TrainStep: {leaf_name(path)}, computed by loss_fn, differs between the ranks of {foreign}, which do not split "
+                    f"the batch (batch_axes={self.axes}). Some activation was left sharded or unsummed: end the model with a layer "
+                    f"that has output_layouts=Replicate(), or take jaxpar.tp.cross_entropy of sharded logits."
+                )
 
     def _at_once(self, params: Leaves, rest: Leaves, states: Any, batch: PyTree) -> Any:
         plan = self._plan(params, rest, batch)

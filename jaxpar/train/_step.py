@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpar import _compat
 from jaxpar._errors import BatchError, ParallelizeError
 from jaxpar._pytree import PyTree
+from jaxpar._record import partial_axes
 from jaxpar.data import global_batch
 from jaxpar.ddp._module import CONFIG, DDPConfig, put_on_mesh
 from jaxpar.ddp._reduce import Reduction
@@ -138,7 +139,7 @@ class TrainStep:
             merge=self._model.merge,
             split=self._model.rest_of,
             sums=GradientSums(
-                axes=tuple(_missing(live, x) for x in self._model.values()[0]),
+                axes=tuple(self._summed_over(live, variable) for variable in self._model.chosen),
                 slices=slices_of(self._cuts, live, config.reduction.flatten_below_bytes),
                 reduction=config.reduction,
             ),
@@ -184,6 +185,11 @@ class TrainStep:
         `nnx.eval_shape` makes them) are lowered without any array: for devices that are not here.
         """
         return self._jitted.lower(*self._arguments(batch))
+
+    def _summed_over(self, live: tuple[str, ...], variable: nnx.Variable[Any]) -> tuple[str, ...]:
+        """Axes over which the gradients of a parameter are terms of a sum; the step takes it in a bucket."""
+        partial = (a for a in partial_axes(variable) if a not in live and self._mesh.shape.get(a, 1) > 1)
+        return (*_missing(live, variable.get_value()), *partial)
 
     def _arguments(self, batch: PyTree) -> tuple[Any, ...]:
         return (*self._model.values(), *self._optimizer.values(), self._states, self._global_batch(batch))

@@ -36,7 +36,7 @@ RTOL = 1e-12  # float64; sums in another order differ in the last bits only
 
 
 class Attention(nnx.Module):
-    """Causal, two heads, float64 throughout (`jax.nn.dot_product_attention` would compute in float32)."""
+    """Causal, four heads, float64 throughout (`jax.nn.dot_product_attention` would compute in float32)."""
 
     def __init__(self, width: int, rngs: nnx.Rngs) -> None:
         self.qkv = nnx.Linear(width, 3 * width, use_bias=False, param_dtype=jnp.float64, rngs=rngs)
@@ -44,10 +44,10 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         B, T, D = x_BTD.shape
-        q, k, v = self.qkv(x_BTD).reshape(B, T, 2, 3, D // 2).transpose(3, 0, 2, 1, 4)
-        scores = jnp.where(jnp.tril(jnp.ones((T, T), bool)), q @ k.mT / (D // 2) ** 0.5, -1e30)
+        q, k, v = self.qkv(x_BTD).reshape(B, T, -1, 3, D // 4).transpose(3, 0, 2, 1, 4)
+        scores = jnp.where(jnp.tril(jnp.ones((T, T), bool)), q @ k.mT / (D // 4) ** 0.5, -1e30)
         y_BHTE = jax.nn.softmax(scores) @ v
-        return self.out(y_BHTE.transpose(0, 2, 1, 3).reshape(B, T, D))
+        return self.out(y_BHTE.transpose(0, 2, 1, 3).reshape(B, T, -1))
 
 
 class Block(nnx.Module):

@@ -17,6 +17,7 @@ from flax import nnx
 from jaxpar._flat import unflatten
 
 KEY = "jaxpar_fsdp"
+PARTIAL = "jaxpar_partial_over"
 
 
 @dataclass(frozen=True)
@@ -71,3 +72,17 @@ def own_shape(variable: nnx.Variable[Any], whole: jax.Array) -> jax.Array:
     if record is None or record.shape is None or whole.shape == record.shape:
         return whole
     return unflatten(whole, record.shape)
+
+
+def mark_partial(variable: nnx.Variable[Any], axis: str) -> None:
+    """Notes that a parameter, whole on all ranks of `axis`, is used there on each rank's own part of the activations.
+
+    Its gradient is then a sum over `axis`, which a training step takes in one collective for all such parameters; JAX's
+    own transpose would sum each one where it is used.
+    """
+    variable.set_metadata(PARTIAL, tuple(dict.fromkeys((*partial_axes(variable), axis))))
+
+
+def partial_axes(variable: nnx.Variable[Any]) -> tuple[str, ...]:
+    """The axes that `mark_partial` noted."""
+    return variable.get_metadata().get(PARTIAL, ())

@@ -1,0 +1,108 @@
+"""`RowwiseParallel`: a layer split by its inputs (Megatron's row-parallel linear).
+
+    x[:, part r] --> y = sum over r of x[:, part r] @ W[part r] + b     forward: all-reduce     backward: nothing
+
+The bias is added once, after the sum.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpar.mesh import MeshLike, Partial, Placement, Replicate, Shard
+from jaxpar.tp._convert import convert, to_whole
+from jaxpar.tp._parameters import add_bias, rows_of
+from jaxpar.tp._style import (
+    Bound,
+    ParallelStyle,
+    bind,
+    check_input,
+    mark_partial_sums,
+    split_parameters,
+    without_bias,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowwiseParallel(ParallelStyle):
+    """Splits a layer by its inputs: each rank of the axis computes a term of the sum.
+
+        output Replicate (default)    forward: all-reduce        backward: nothing moves
+        output Shard(d)               forward: reduce-scatter    backward: all-gather
+        output Partial()              nothing moves: a `PrepareModuleOutput` of a module around sums
+
+    On `nnx.Linear` (kernel `f32[F@tp, D]`, bias `f32[D]` whole), `nnx.LinearGeneral` (first summed dim), `nnx.Einsum` (first
+    summed letter), `nnx.Conv` (input channels) and `nnx.Embed`, whose rows are split: each rank looks up the ids that it
+    holds, the others give zeros, and the sum over ranks is the row. Its `attend` (a tied output layer) is split by
+    columns: logits of this rank's rows.
+
+    Args:
+        axis: the mesh axis; default the only one that `parallelize_module` was given.
+        input_layouts: how the first argument lies; default `Shard(-1)`, for `nnx.Embed` `Replicate()`.
+        output_layouts: how the output is to lie; default `Replicate()`.
+        attend_input_layouts: of `nnx.Embed.attend`: how its argument lies; default `Replicate()`.
+        attend_output_layouts: of `nnx.Embed.attend`: how logits are to lie; default `Replicate()`. `Shard(-1)` leaves
+            them as computed, for `jaxpar.tp.cross_entropy`.
+
+    Source: `torch.distributed.tensor.parallel.RowwiseParallel`, row T3; Megatron-LM (arXiv 1909.08053).
+
+    Example:
+        >>> from flax import nnx
+        >>> from jaxpar.mesh import init_device_mesh
+        >>> from jaxpar.tp import RowwiseParallel, parallelize_module
+        >>> model = nnx.Sequential(nnx.Linear(16, 4, rngs=nnx.Rngs(0)))
+        >>> model = parallelize_module(model, init_device_mesh((8,), ("tp",)), {"layers.0": RowwiseParallel()})
+        >>> model.layers[0].kernel.sharding.spec
+        PartitionSpec('tp', None)
+    """
+
+    input_layouts: Placement | None = None
+    output_layouts: Placement = Replicate()
+    attend_input_layouts: Placement = Replicate()
+    attend_output_layouts: Placement = Replicate()
+
+    def apply(self, name: str, module: Any, mesh: MeshLike) -> None:
+        assert self.axis is not None
+        split_parameters(name, module, rows_of(name, module).cuts, self.axis, mesh)
+        if isinstance(module, nnx.Embed):
+            bind(name, module, self, _run_embed, methods=("__call__", "attend"))
+            return
+        if isinstance(self.output_layouts, Shard) and getattr(module, "bias", None) is not None:
+            mark_partial_sums(module, self.axis, ("bias",))  # added to this rank's part of the output
+        bind(name, module, self, _run)
+
+
+def _run(bound: Bound, original: Any, module: Any, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+    style: RowwiseParallel = bound.style
+    rows = rows_of(bound.name, module)
+    mine = Shard(rows.dim)
+    x = convert(x, style.input_layouts or mine, mine, bound.axis, bound.where)
+    check_input(bound, x, {rows.dim: rows.size // jax.lax.axis_size(bound.axis)})
+    with without_bias(module) as bias:
+        y = original(x, *args, **kwargs)
+    y = convert(y, Partial(), style.output_layouts, bound.axis, bound.where)
+    if bias is None:
+        return y
+    if isinstance(style.output_layouts, Partial):
+        first = jax.lax.axis_index(bound.axis) == 0
+        return jnp.where(first, add_bias(module, bias.get_value(), y), y)  # once, when others sum
+    return add_bias(module, bias.get_value(), y)
+
+
+def _run_embed(bound: Bound, original: Any, module: nnx.Embed, x: jax.Array, *args: Any) -> jax.Array:
+    style: RowwiseParallel = bound.style
+    if original.func.__name__ == "attend":
+        query = to_whole(x, style.attend_input_layouts, bound.axis, bound.where)
+        return convert(
+            original(query, *args), Shard(-1), style.attend_output_layouts, bound.axis, bound.where
+        )
+    num_rows = module.embedding.get_value().shape[0]
+    row = to_whole(x, style.input_layouts or Replicate(), bound.axis, bound.where)
+    row = row - jax.lax.axis_index(bound.axis) * num_rows
+    is_mine = (row >= 0) & (row < num_rows)
+    found = original(jnp.where(is_mine, row, 0), *args)
+    found = jnp.where(is_mine[..., None], found, jnp.zeros_like(found))
+    return convert(found, Partial(), style.output_layouts, bound.axis, bound.where)
