@@ -6,6 +6,7 @@ x  f32[..., L, E]  ->  f32[N, ..., L/N, E]        x  i32[..., L]  ->  i32[N, ...
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from jaxpar._pytree import PyTree
 
@@ -24,11 +25,11 @@ def from_blocks(x: jax.Array, *, dim: int) -> jax.Array:
     return whole.reshape(*whole.shape[:at], -1, *whole.shape[at + 2 :])
 
 
-def take(blocks: PyTree, index: jax.Array) -> PyTree:
+def take(blocks: PyTree, index: ArrayLike) -> PyTree:
     """One block of every array of a tree."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), blocks)
 
 
-def put(blocks: PyTree, index: jax.Array, block: PyTree) -> PyTree:
+def put(blocks: PyTree, index: ArrayLike, block: PyTree) -> PyTree:
     """Replaces one block of every array of a tree; in a loop XLA writes in place."""
     return jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, index, 0), blocks, block)

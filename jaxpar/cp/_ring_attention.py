@@ -7,13 +7,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar._errors import ParallelizeError
+from jaxpar.cp._attend import attend
 from jaxpar.cp._axis import num_ranks
-from jaxpar.cp._layout import check_two_chunks, padded_length, sequence_positions
-from jaxpar.cp._ring import Ring, Rotate, attend
+from jaxpar.cp._order import check_two_chunks, padded_length
+from jaxpar.cp._ring import Ring, Rotate
+from jaxpar.cp._sequence import sequence_positions
 from jaxpar.cp._visits import Schedule, choose_block
 
 _ROTATES = ("allgather", "ppermute")
-_PADDING = jnp.iinfo(jnp.int32).min
+_PADDING = -1
 
 
 def ring_attention(
@@ -52,10 +54,10 @@ def ring_attention(
         v: as `k`.
         axis: Mesh axis that shares the sequence.
         causal: A row sees keys at its own and earlier positions of the sequence only.
-        segment_ids: i32[..., T/c], the document of each row: attention within equal ids only, also across ranks. A row
-            that sees no key gives zero and has zero gradients.
-        length: Rows of the whole sequence before `split_sequence` padded it: no key at or beyond it is seen. Needed
-            without a causal mask only.
+        segment_ids: i32[..., T/c], the document of each row: attention within equal ids only, also across ranks. Below
+            zero is padding, which sees nothing and is not seen: its output and all its gradients are zero.
+        length: Rows of the whole sequence before `split_sequence` padded it; what lies at or beyond it is padding.
+            Not needed under a causal mask, where no real row sees the end.
         rotate: How keys and values get round: "allgather" at once, "ppermute" rank by rank. Equal in value.
         scale: Of the scores; 1 / sqrt(E) by default.
         load_balanced: Rows lie as `split_sequence` cuts them; False is the contiguous layout, exact too, but under a
@@ -75,7 +77,7 @@ def ring_attention(
         >>> from jaxpar.mesh import init_device_mesh
         >>> mesh, rows = init_device_mesh((2, 4), ("cp", "dp")).jax_mesh, P("dp", None, "cp", None)
         >>> f = jax.shard_map(lambda q, k, v: ring_attention(q, k, v, "cp"), mesh=mesh, in_specs=rows, out_specs=rows)
-        >>> f(jnp.ones((4, 6, 16, 8)), jnp.ones((4, 2, 16, 8)), jnp.ones((4, 2, 16, 8))).shape
+        >>> jax.jit(f)(jnp.ones((4, 6, 16, 8)), jnp.ones((4, 2, 16, 8)), jnp.ones((4, 2, 16, 8))).shape
         (4, 6, 16, 8)
     """
     ranks = num_ranks("ring_attention", axis)
@@ -86,17 +88,16 @@ def ring_attention(
         check_two_chunks("ring_attention", rows, axis, ranks)
     if length is not None:
         _check_length(length, rows, axis, ranks, load_balanced=load_balanced)
-        segment_ids = _without_padding(segment_ids, length, rows, axis, load_balanced=load_balanced)
+        segment_ids = _with_padding(segment_ids, length, axis, load_balanced=load_balanced)
     block = choose_block(rows // 2 if balanced and causal else rows, block_size)
     schedule = Schedule(ranks, rows // block, block, causal=causal, load_balanced=load_balanced)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    return attend(Ring(axis, rotate, scale, schedule), q, k, v, segment_ids)
+    segments = None if segment_ids is None else segment_ids.astype(jnp.int32)
+    return attend(Ring(axis, rotate, scale, schedule), q, k, v, segments)
 
 
-def _without_padding(
-    segments: jax.Array | None, length: int, rows: int, axis: str, *, load_balanced: bool
-) -> jax.Array | None:
-    """Puts padding into a segment of its own, which no real row is in."""
+def _with_padding(segments: jax.Array | None, length: int, axis: str, *, load_balanced: bool) -> jax.Array:
+    """Segments in which every row at or beyond `length` is padding."""
     positions = sequence_positions(length, axis, load_balanced=load_balanced)
     return jnp.where(positions < length, 0 if segments is None else segments, _PADDING)
 

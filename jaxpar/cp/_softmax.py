@@ -15,6 +15,7 @@ So nothing of size rows x keys outlives its block (arXiv 2205.14135). A row that
 zero, and lse = +inf makes every p of its backward zero.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -76,8 +77,9 @@ def nothing_seen(q: jax.Array) -> Running:
     return Running(jnp.zeros(q.shape, dtype), peak, jnp.zeros(q.shape[:-1], dtype))
 
 
+@functools.partial(jax.jit, static_argnames="scale")  # traced once for all steps and layers
 def see(
-    running: Running, q: jax.Array, segments: jax.Array | None, keys: Keys, visits: Visits, scale: float
+    running: Running, q: jax.Array, segments: jax.Array | None, keys: Keys, visits: Visits, *, scale: float
 ) -> Running:
     """Takes the visited blocks of keys into the softmax of the visited blocks of queries."""
 
@@ -97,8 +99,9 @@ def finish(running: Running) -> tuple[jax.Array, jax.Array]:
     return running.out / total[..., None], lse
 
 
+@functools.partial(jax.jit, static_argnames="scale")
 def see_backward(
-    grads: tuple[jax.Array, jax.Array], rows: Rows, keys: Keys, visits: Visits, scale: float
+    grads: tuple[jax.Array, jax.Array], rows: Rows, keys: Keys, visits: Visits, *, scale: float
 ) -> tuple[jax.Array, jax.Array]:
     """Adds the gradients of the visited blocks to `grads`: dq as q, dkv as kv, in the dtype of the statistics."""
 

@@ -37,7 +37,8 @@ class Visits(NamedTuple):
 
     def part(self, start: int, stop: int) -> "Visits":
         """The visits from `start` to `stop`."""
-        return Visits(*(None if x is None else x[start:stop] for x in self))
+        offsets = None if self.offsets is None else self.offsets[start:stop]
+        return Visits(self.rows[start:stop], self.keys[start:stop], offsets)
 
 
 @dataclass(frozen=True)

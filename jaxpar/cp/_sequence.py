@@ -1,74 +1,18 @@
-"""Which rows of a sequence lie on which rank.
+"""The whole sequence on every rank, or each rank's rows of it: split, join, and where the rows belong.
 
-Under a causal mask late rows see more keys than early ones. Cut into 2c chunks, rank r holds chunk r and chunk
-2c-1-r, one from the head and one from the tail, so that all ranks see the same number of keys. For c = 2:
+    whole x  f32[B, T, D]   -- split_sequence -->   f32[B, T/c, D]   -- join_sequence -->   whole x
 
-    sequence            0 | 1 | 2 | 3
-    rank 0, rank 1      0   3 | 1   2          head_tail_order(4, 2) = [0, 3, 1, 2]
-
-`load_balanced=False` is the contiguous layout: rank r holds rows r T/c to (r+1) T/c. A length that does not divide is
-padded at the end of the sequence, so padding lies behind every real row.
+Rows lie as `_order.py` says.
 """
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxpar._errors import ParallelizeError
 from jaxpar.cp._axis import num_ranks, rank_on
+from jaxpar.cp._order import check_two_chunks, chunks_of, num_chunks, padded_length
 from jaxpar.mesh import all_gather
-
-
-def padded_length(length: int, ranks: int, *, load_balanced: bool = True) -> int:
-    """Rows of the whole sequence after padding: a multiple of 2c (contiguous: of c); unpadded on one rank.
-
-    Args:
-        length: Rows of the whole sequence, T.
-        ranks: Ranks of the axis, c.
-        load_balanced: Head-tail layout.
-
-    Example:
-        >>> padded_length(13, 4), padded_length(13, 4, load_balanced=False), padded_length(13, 1)
-        (16, 16, 13)
-    """
-    multiple = _num_chunks(ranks, load_balanced)
-    return -(-length // multiple) * multiple
-
-
-def head_tail_order(length: int, ranks: int, *, inverse: bool = False) -> np.ndarray:
-    """The permutation of rows after which plain sharding `P("cp")` gives every rank its head and tail chunk.
-
-    For data loaders and global view: `x[:, order]` sharded over the axis is what `split_sequence` makes inside
-    `shard_map`. Nothing moves here; the result is a host array.
-
-    PyTorch: `_HeadTailLoadBalancer` (row X6).
-
-    Args:
-        length: Rows of the whole sequence; a multiple of 2c.
-        ranks: Ranks of the axis, c.
-        inverse: The permutation that undoes it.
-
-    Returns:
-        int64[T].
-
-    Raises:
-        ParallelizeError: The length is not a multiple of 2c.
-
-    Example:
-        >>> order, back = head_tail_order(8, 2), head_tail_order(8, 2, inverse=True)
-        >>> order.tolist(), order[back].tolist()
-        ([0, 1, 6, 7, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 6, 7])
-    """
-    if length % (2 * ranks):
-        raise ParallelizeError(
-            f"head_tail_order: {length} rows do not divide into 2 x {ranks} = {2 * ranks} chunks, a head and a tail "
-            f"for each of {ranks} ranks. Pad the sequence at its end to padded_length({length}, {ranks}) = "
-            f"{padded_length(length, ranks)} rows."
-        )
-    chunks = np.arange(length).reshape(2, ranks, -1)
-    order = np.stack([chunks[0], chunks[1, ::-1]], axis=1).reshape(length)
-    return np.argsort(order) if inverse else order
 
 
 def split_sequence(
@@ -113,8 +57,8 @@ def split_sequence(
     if padding:
         widths = [(0, padding if d == dim else 0) for d in range(x.ndim)]
         x = jnp.pad(x, widths, constant_values=pad_value)
-    rows = x.shape[dim] // _num_chunks(ranks, load_balanced)
-    chunks = _chunks_of(rank_on(axis, ranks), ranks, load_balanced)
+    rows = x.shape[dim] // num_chunks(ranks, load_balanced)
+    chunks = chunks_of(rank_on(axis, ranks), ranks, load_balanced)
     return jnp.concatenate(
         [lax.dynamic_slice_in_dim(x, chunk * rows, rows, axis=dim) for chunk in chunks], axis=dim
     )
@@ -153,6 +97,7 @@ def join_sequence(
 
     Example:
         >>> from jax.sharding import PartitionSpec as P
+        >>> from jaxpar.cp import head_tail_order
         >>> from jaxpar.mesh import init_device_mesh
         >>> mesh = init_device_mesh((2, 4), ("cp", "dp")).jax_mesh
         >>> f = lambda x: join_sequence(x, "cp", dim=0, invariant=True)
@@ -201,28 +146,9 @@ def sequence_positions(length: int, axis: str, *, load_balanced: bool = True) ->
         [0, 1, 6, 7, 2, 3, 4, 5]
     """
     ranks = num_ranks("sequence_positions", axis)
-    rows = padded_length(length, ranks, load_balanced=load_balanced) // _num_chunks(ranks, load_balanced)
-    chunks = _chunks_of(rank_on(axis, ranks), ranks, load_balanced)
+    rows = padded_length(length, ranks, load_balanced=load_balanced) // num_chunks(ranks, load_balanced)
+    chunks = chunks_of(rank_on(axis, ranks), ranks, load_balanced)
     return jnp.concatenate([chunk * rows + jnp.arange(rows, dtype=jnp.int32) for chunk in chunks])
-
-
-def check_two_chunks(where: str, rows: int, axis: str, ranks: int) -> None:
-    """Raise `ParallelizeError` unless a rank's rows are a head and a tail of equal length."""
-    if rows % 2:
-        raise ParallelizeError(
-            f"{where}: each of {ranks} ranks of axis {axis!r} holds {rows} rows of the sequence, an odd number. In the "
-            f"head-tail layout a rank holds two chunks of equal length, so the sequence divides by 2 x {ranks}: "
-            f"{ranks * rows} does not. Use split_sequence, which pads to {padded_length(ranks * rows, ranks)}, or the "
-            "contiguous layout with load_balanced=False."
-        )
-
-
-def _num_chunks(ranks: int, load_balanced: bool) -> int:
-    return 2 * ranks if load_balanced and ranks > 1 else ranks
-
-
-def _chunks_of(rank: jax.Array | int, ranks: int, load_balanced: bool) -> tuple[jax.Array | int, ...]:
-    return (rank, 2 * ranks - 1 - rank) if load_balanced and ranks > 1 else (rank,)
 
 
 def _undo_head_tail(x: jax.Array, ranks: int, dim: int) -> jax.Array:
