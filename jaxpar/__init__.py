@@ -1,10 +1,12 @@
 """jaxpar: PyTorch's distributed-training stack, re-made for JAX and Flax."""
 
+from jaxpar import cp as cp
 from jaxpar import data as data
 from jaxpar import ddp as ddp
 from jaxpar import debug as debug
 from jaxpar import fsdp as fsdp
 from jaxpar import mesh as mesh
+from jaxpar import tp as tp
 from jaxpar import train as train
 from jaxpar._init_sharded import init_sharded as init_sharded
 from jaxpar._mean import Mean as Mean

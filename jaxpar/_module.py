@@ -16,7 +16,7 @@ from flax import nnx
 from jaxpar import _compat
 
 ModuleT = TypeVar("ModuleT", bound=nnx.Module)
-INSIDE, OUTSIDE = 0, 1
+INNERMOST, INSIDE, OUTSIDE = range(3)
 _LAYER = "_jaxpar_layer"
 
 
@@ -59,7 +59,7 @@ def swap_class(
     """Gives `module` a subclass of its class, in place, and returns it; see `Layer`.
 
     A layer `INSIDE` (tensor parallelism: what the module computes) is put below those `OUTSIDE` (what is gathered
-    before, what is reduced after) that are there already.
+    before, what is reduced after) that are there already, and one `INNERMOST` (another maths) below both.
     """
     layer = Layer(prefix, call, tuple(sorted((attributes or {}).items())), methods, level)
     cls, above = type(module), []

@@ -56,8 +56,8 @@ class ColwiseParallel(ParallelStyle):
         >>> from jaxpar.tp import ColwiseParallel, parallelize_module
         >>> model = nnx.Sequential(nnx.Linear(4, 16, rngs=nnx.Rngs(0)))
         >>> model = parallelize_module(model, init_device_mesh((8,), ("tp",)), {"layers.0": ColwiseParallel()})
-        >>> model.layers[0].kernel.sharding.spec
-        PartitionSpec(None, 'tp')
+        >>> model.layers[0].kernel.sharding.shard_shape((4, 16))
+        (4, 2)
     """
 
     input_layouts: Placement = Replicate()

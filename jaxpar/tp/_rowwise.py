@@ -14,6 +14,7 @@ from flax import nnx
 
 from jaxpar.mesh import MeshLike, Partial, Placement, Replicate, Shard
 from jaxpar.tp._convert import convert, to_whole
+from jaxpar.tp._functional import only, own_rows
 from jaxpar.tp._parameters import add_bias, rows_of
 from jaxpar.tp._style import (
     Bound,
@@ -55,8 +56,8 @@ class RowwiseParallel(ParallelStyle):
         >>> from jaxpar.tp import RowwiseParallel, parallelize_module
         >>> model = nnx.Sequential(nnx.Linear(16, 4, rngs=nnx.Rngs(0)))
         >>> model = parallelize_module(model, init_device_mesh((8,), ("tp",)), {"layers.0": RowwiseParallel()})
-        >>> model.layers[0].kernel.sharding.spec
-        PartitionSpec('tp', None)
+        >>> model.layers[0].kernel.sharding.shard_shape((16, 4))
+        (2, 4)
     """
 
     input_layouts: Placement | None = None
@@ -99,10 +100,7 @@ def _run_embed(bound: Bound, original: Any, module: nnx.Embed, x: jax.Array, *ar
         return convert(
             original(query, *args), Shard(-1), style.attend_output_layouts, bound.axis, bound.where
         )
-    num_rows = module.embedding.get_value().shape[0]
-    row = to_whole(x, style.input_layouts or Replicate(), bound.axis, bound.where)
-    row = row - jax.lax.axis_index(bound.axis) * num_rows
-    is_mine = (row >= 0) & (row < num_rows)
-    found = original(jnp.where(is_mine, row, 0), *args)
-    found = jnp.where(is_mine[..., None], found, jnp.zeros_like(found))
+    ids = to_whole(x, style.input_layouts or Replicate(), bound.axis, bound.where)
+    local, is_mine = own_rows(ids, module.embedding.get_value().shape[0], bound.axis)
+    found = only(is_mine, original(local, *args))
     return convert(found, Partial(), style.output_layouts, bound.axis, bound.where)

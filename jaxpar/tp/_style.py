@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxpar._compat import forget_axes
 from jaxpar._errors import ParallelizeError
 from jaxpar._module import INSIDE, manual_axes, swap_class
 from jaxpar._record import mark_partial
@@ -104,8 +105,15 @@ def is_live(axis: str) -> bool:
 def _call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     bound: Bound = getattr(type(self), STYLE)
     if not is_live(bound.axis):
-        return original(*args, **kwargs)
+        out = original(*args, **kwargs)
+        # One rank: what it computes is the whole, also by JAX's type, if the parameters came in as split.
+        return forget_axes_of(out, bound.axis) if bound.axis in manual_axes() else out
     return bound.run(bound, original, self, *args, **kwargs)
+
+
+def forget_axes_of(tree: Any, axis: str) -> Any:
+    """Types the arrays as equal over an axis of size 1."""
+    return jax.tree.map(lambda x: forget_axes(x, (axis,)) if isinstance(x, jax.Array) else x, tree)
 
 
 def split_parameters(name: str, module: Any, cuts: Any, axis: str, mesh: MeshLike) -> None:

@@ -2,6 +2,7 @@
 
 global batch   row 0 .. row B-1            each row has its own key: fold_in(key, row)
 device r       rows r*B/n .. (r+1)*B/n-1   draws exactly the masks that one device would have drawn for them
+rank t of tp   positions of its part       cuts them out of the row's mask (`SequenceParallel` says along which dim)
 """
 
 from typing import Any
@@ -10,7 +11,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar._module import swap_class
+from jaxpar._errors import ParallelizeError
+from jaxpar._module import INNERMOST, swap_class, vary, varying_axes
+from jaxpar.tp import SequenceParallel
+from jaxpar.tp._style import is_live, style_of
 
 
 def use_global_positions(model: nnx.Module, axes: tuple[str, ...]) -> None:
@@ -21,7 +25,7 @@ def use_global_positions(model: nnx.Module, axes: tuple[str, ...]) -> None:
     """
     for _, module in nnx.iter_modules(model):
         if isinstance(module, nnx.Dropout):
-            swap_class(module, "ByRow", _dropout_by_row, {"_jaxpar_batch_axes": axes})
+            swap_class(module, "ByRow", _dropout_by_row, {"_jaxpar_batch_axes": axes}, level=INNERMOST)
 
 
 def _dropout_by_row(
@@ -34,8 +38,35 @@ def _dropout_by_row(
         return original(inputs, deterministic=deterministic, rngs=rngs)
     keep = 1.0 - self.rate
     shape = [1 if dim in self.broadcast_dims else size for dim, size in enumerate(inputs.shape)]
-    mask = _mask_by_row(_draw_key(rngs, self.rng_collection), keep, shape, self._jaxpar_batch_axes)
+    key = _draw_key(rngs, self.rng_collection)
+    split = _split_dims(self, inputs)
+    whole = [size * jax.lax.axis_size(split[dim]) if dim in split else size for dim, size in enumerate(shape)]
+    mask = _mask_by_row(key, keep, whole, self._jaxpar_batch_axes)
+    for dim, axis in split.items():
+        if whole[dim] > 1:
+            start = jax.lax.axis_index(axis) * shape[dim]
+            mask = jax.lax.dynamic_slice_in_dim(vary(mask, (axis,)), start, shape[dim], dim)
     return jnp.where(jnp.broadcast_to(mask, inputs.shape), inputs / keep, jnp.zeros_like(inputs))
+
+
+def _split_dims(module: Any, inputs: jax.Array) -> dict[int, str]:
+    """Dims of the input of which this device has a part, other than the batch dim, and the axes that split them.
+
+    Raises:
+        ParallelizeError: the input differs between the ranks of an axis, and no style says how it is split.
+    """
+    style = style_of(module)
+    if isinstance(style, SequenceParallel) and style.axis is not None and is_live(style.axis):
+        return {style.sequence_dim % inputs.ndim: style.axis}
+    foreign = sorted(varying_axes(inputs) - set(module._jaxpar_batch_axes))
+    if style is None and foreign:
+        raise ParallelizeError(
+            f"TrainStep: an nnx.Dropout(rate={module.rate}) has {inputs.dtype}{list(inputs.shape)} on each device, which differs between "
+            f"the ranks of {foreign}, and nothing says along which dim it is split: ranks would drop the same elements of different "
+            f"parts. Name it in the plan of parallelize_module: SequenceParallel(sequence_dim=1), or -1 between a column- and a "
+            f"row-split layer; PrepareModuleInput() if all ranks have all of it."
+        )
+    return {}
 
 
 def _mask_by_row(key: jax.Array, keep: float, shape: list[int], axes: tuple[str, ...]) -> jax.Array:
