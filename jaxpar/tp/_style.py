@@ -83,7 +83,7 @@ def bind(
     """
     if style_of(module) is not None:
         raise ParallelizeError(
-            f"parallelize_module: {name} has a style already, {style_of(module)}. Give each module one style; what is to happen "
+            f"parallelize_module: {name} has a style already, {type(style_of(module)).__name__}. Give each module one style; what is to happen "
             f"to inputs and outputs of a module around it can be said there, with PrepareModuleInputOutput."
         )
     assert style.axis is not None

@@ -93,8 +93,8 @@ class LocalStep:
             foreign = sorted(varying_axes(x) - set(self.axes))
             if foreign:
                 raise ParallelizeError(
-                    f"TrainStep: {leaf_name(path)}, computed by loss_fn, differs between the ranks of {foreign}, which do not split "
-                    f"the batch (batch_axes={self.axes}). Some activation was left sharded or unsummed: end the model with a layer "
+                    f"TrainStep: {leaf_name(path).removesuffix('.total')}, computed by loss_fn, differs between the ranks of {foreign}, over which "
+                    f"neither batch nor sequence is split. Some activation was left sharded or unsummed: end the model with a layer "
                     f"that has output_layouts=Replicate(), or take jaxpar.tp.cross_entropy of sharded logits."
                 )
 
