@@ -15,7 +15,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxpar._after import copy_after, number_of
+from jaxpar._after import copy_after, number_of, wait_for
 from jaxpar._compat import varying_axes
 from jaxpar._pytree import PyTree
 from jaxpar.cp._blocks import from_blocks, to_blocks
@@ -74,16 +74,15 @@ def _backward(ring: Ring, saved: Saved, dout: jax.Array) -> tuple[jax.Array, jax
         to_blocks(delta, num_blocks, dim=-1),
         _segment_blocks(ring, segments, padding=-2),
     )
-    no_dkv = _like(q, jnp.zeros(keys.kv.shape, dtype))
 
     def step(met: Keys, visits: Visits, carry: Grads) -> Grads:
         dq, travelling = carry
-        dq, dkv = see_backward((dq, no_dkv), rows, met, visits, scale=ring.scale)
+        dq, dkv = see_backward((dq, _zeros_after(dq, keys.kv.shape)), rows, met, visits, scale=ring.scale)
         return dq, dkv if travelling is None else ring_shift(travelling, ring.axis) + dkv
 
     own, half = ring.schedule.own(), len(ring.schedule.own().rows) // 2
-    dq = _like(q, jnp.zeros(rows.q.shape, dtype))
-    dq, own_dkv = see_backward((dq, no_dkv), rows, keys, own.part(0, half), scale=ring.scale)
+    nothing = _like(q, (jnp.zeros(rows.q.shape, dtype), jnp.zeros(keys.kv.shape, dtype)))
+    dq, own_dkv = see_backward(nothing, rows, keys, own.part(0, half), scale=ring.scale)
     dq, travelling = ring.round(keys, step, (dq, None))
     dq, own_dkv = see_backward((dq, own_dkv), rows, keys, own.part(half, len(own.rows)), scale=ring.scale)
     dkv = own_dkv if travelling is None else ring_shift(travelling, ring.axis) + own_dkv
@@ -118,3 +117,9 @@ def _like(q: jax.Array, start: PyTree) -> PyTree:
     """What a loop starts with, typed as varying like `q`."""
     names = tuple(sorted(varying_axes(jax.typeof(q))))
     return jax.tree.map(lambda x: to_varying(x, names), start)
+
+
+def _zeros_after(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Zeros that are written only when `x` is known: else XLA:CPU writes those of all steps at the start."""
+    one = wait_for(_like(x, jnp.ones((), x.dtype)), [number_of([x])])
+    return jnp.broadcast_to(1 - one, shape)
