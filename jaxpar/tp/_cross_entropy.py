@@ -190,17 +190,17 @@ def _check_targets(logits: jax.Array, targets: jax.Array, axes: ManualAxes) -> N
             f"{where}: targets are {targets.dtype}, and classes are integers. Probabilities as targets are not "
             "supported: write targets.argmax(-1), or label_smoothing= for an even share of all classes."
         )
-    if logits.ndim == 0 or targets.shape != logits.shape[:-1]:
-        raise BatchError(
-            f"{where}: targets of shape {targets.shape} do not fit logits of shape {logits.shape}, whose last dim is "
-            f"the classes. Each token has one target: shape {logits.shape[:-1]}. (PyTorch has the classes in dim 1: "
-            "write jnp.moveaxis(logits, 1, -1).)"
-        )
     if differs := _varies_over(targets, axes.wide):
         raise BatchError(
             f"{where}: targets vary over {differs}, the axis that splits the classes, so each rank would pick another "
             "class of the same token. Give all ranks the same targets: leave the axis out of their in_specs, or "
             f"gather them first, all_gather(targets, {differs[0]!r}, dim=..., invariant=True)."
+        )
+    if logits.ndim == 0 or targets.shape != logits.shape[:-1]:
+        raise BatchError(
+            f"{where}: targets of shape {targets.shape} do not fit logits of shape {logits.shape}, whose last dim is "
+            f"the classes. Each token has one target: shape {logits.shape[:-1]}. (PyTorch has the classes in dim 1: "
+            "write jnp.moveaxis(logits, 1, -1).)"
         )
     if axes.wide and (equal := [name for name in axes.wide if name not in _varies_over(logits, axes.wide)]):
         raise CollectiveError(
