@@ -20,7 +20,7 @@ from jaxpar._compat import varying_axes
 from jaxpar._pytree import PyTree
 from jaxpar.cp._blocks import from_blocks, to_blocks
 from jaxpar.cp._ring import Ring
-from jaxpar.cp._softmax import Keys, Rows, Running, finish, nothing_seen, see, see_backward, statistics_dtype
+from jaxpar.cp._softmax import Keys, Rows, Running, finish, nothing_seen, see, see_backward
 from jaxpar.cp._visits import Visits
 from jaxpar.mesh import ring_shift
 from jaxpar.mesh._collectives_axes import to_varying
@@ -64,27 +64,19 @@ def _backward(ring: Ring, saved: Saved, dout: jax.Array) -> tuple[jax.Array, jax
     # Else XLA takes the forward's blocks and hops for those of the backward, the same, and keeps them in between.
     q, k, v = (copy_after(x, [number_of([out, dout])]) for x in (q, k, v))
     keys = _key_blocks(ring, k, v, segments)
-    dtype = statistics_dtype(q.dtype)
-    delta = (dout.astype(dtype) * out.astype(dtype)).sum(-1).reshape(lse.shape)
-    num_blocks = ring.schedule.num_blocks
-    rows = Rows(
-        _row_blocks(ring, q, k),
-        _row_blocks(ring, dout, k),
-        to_blocks(lse, num_blocks, dim=-1),
-        to_blocks(delta, num_blocks, dim=-1),
-        _segment_blocks(ring, segments, padding=-2),
-    )
+    rows = _rows(ring, (q, k, v, segments, out, lse), dout)
 
     def step(met: Keys, visits: Visits, carry: Grads) -> Grads:
         dq, travelling = carry
         dq, dkv = see_backward((dq, _zeros_after(dq, keys.kv.shape)), rows, met, visits, scale=ring.scale)
         return dq, dkv if travelling is None else ring_shift(travelling, ring.axis) + dkv
 
-    own, half = ring.schedule.own(), len(ring.schedule.own().rows) // 2
-    nothing = _like(q, (jnp.zeros(rows.q.shape, dtype), jnp.zeros(keys.kv.shape, dtype)))
-    dq, own_dkv = see_backward(nothing, rows, keys, own.part(0, half), scale=ring.scale)
+    own = ring.schedule.own()
+    first, rest = own.part(0, len(own.rows) // 2), own.part(len(own.rows) // 2, len(own.rows))
+    nothing = jax.tree.map(lambda x: _like(q, jnp.zeros(x.shape, rows.delta.dtype)), (rows.q, keys.kv))
+    dq, own_dkv = see_backward(nothing, rows, keys, first, scale=ring.scale)
     dq, travelling = ring.round(keys, step, (dq, None))
-    dq, own_dkv = see_backward((dq, own_dkv), rows, keys, own.part(half, len(own.rows)), scale=ring.scale)
+    dq, own_dkv = see_backward((dq, own_dkv), rows, keys, rest, scale=ring.scale)
     dkv = own_dkv if travelling is None else ring_shift(travelling, ring.axis) + own_dkv
     dk, dv = from_blocks(dkv, dim=-2)
     dq = from_blocks(dq, dim=-2).reshape(q.shape)
@@ -106,6 +98,14 @@ def _key_blocks(ring: Ring, k: jax.Array, v: jax.Array, segments: jax.Array | No
     return Keys(kv, _segment_blocks(ring, segments, padding=-1))
 
 
+def _rows(ring: Ring, saved: Saved, dout: jax.Array) -> Rows:
+    q, k, _, segments, out, lse = saved
+    delta = (dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1).reshape(lse.shape)
+    lse, delta = (to_blocks(x, ring.schedule.num_blocks, dim=-1) for x in (lse, delta))
+    own_segments = _segment_blocks(ring, segments, padding=-2)
+    return Rows(_row_blocks(ring, q, k), _row_blocks(ring, dout, k), lse, delta, own_segments)
+
+
 def _segment_blocks(ring: Ring, segments: jax.Array | None, *, padding: int) -> jax.Array | None:
     """i32[..., L] -> i32[N, ..., R]. Padding has one id among queries and another among keys: it is never equal."""
     if segments is None:
@@ -120,6 +120,6 @@ def _like(q: jax.Array, start: PyTree) -> PyTree:
 
 
 def _zeros_after(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Zeros that are written only when `x` is known: else XLA:CPU writes those of all steps at the start."""
+    """Zeros that are written only when `x` is known: else XLA writes those of all steps at the start."""
     one = wait_for(_like(x, jnp.ones((), x.dtype)), [number_of([x])])
     return jnp.broadcast_to(1 - one, shape)
