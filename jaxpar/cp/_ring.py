@@ -2,8 +2,8 @@
 
 At step s, 1 to c-1, rank r meets the keys and values of rank r-s (mod c). They come in one of two ways:
 
-    ppermute     rank by rank, while the step before is computed; two ranks' keys and values in memory
-    allgather    all at once, while step 0 is computed; all ranks' keys and values in memory
+    ppermute     rank by rank, while the step before is computed; two of them in memory
+    allgather    all at once, while step 0 is computed; all of them in memory
 """
 
 from collections.abc import Callable

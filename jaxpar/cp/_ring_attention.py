@@ -40,7 +40,7 @@ def ring_attention(
 
     Moves, for N bytes of a rank's keys and values: c-1 hops of N (`ppermute`) or one all_gather of (c-1) N
     (`allgather`) forward; the same again in the backward, and c-1 hops of their gradients in float32. `ppermute` needs
-    memory for two ranks' keys and values, `allgather` for all. Neither holds more than one block of scores,
+    memory for two other ranks' keys and values, `allgather` for all. Scores are there one block at a time,
     f32[B, H, block_size, block_size], and nothing but q, k, v, the output and its log-sum-exp is kept for the
     backward. Softmax statistics and sums are float32 (float64 stays float64) whatever the dtype of the inputs.
     Causal with the head-tail layout of `split_sequence`, no rank computes what is wholly masked, and all do equal
@@ -63,7 +63,7 @@ def ring_attention(
         load_balanced: Rows lie as `split_sequence` cuts them; False is the contiguous layout, exact too, but under a
             causal mask early ranks compute scores that are masked.
         block_size: Rows and keys of a block of scores. The nearest divisor of the rows of a chunk is taken, so a length
-            with few divisors can mean larger blocks.
+            with few divisors can mean larger blocks. Larger ones are fewer steps of a loop, for more memory.
 
     Returns:
         As `q`, in its dtype.
@@ -107,11 +107,13 @@ def _check_options(rotate: str, block_size: int) -> None:
         near = difflib.get_close_matches(str(rotate), _ROTATES, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ParallelizeError(
-            f"ring_attention: rotate={rotate!r} is unknown. Keys and values get round by 'allgather' or 'ppermute'.{hint}"
+            f"ring_attention: rotate={rotate!r} is unknown. Keys and values get round by 'allgather' or "
+            f"'ppermute'.{hint}"
         )
     if block_size < 1:
         raise ParallelizeError(
-            f"ring_attention: block_size={block_size} rows. A block of scores has at least one row; leave it out for 512."
+            f"ring_attention: block_size={block_size} rows. A block of scores has at least one row; leave it out for "
+            "512."
         )
 
 

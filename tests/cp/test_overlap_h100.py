@@ -22,12 +22,11 @@ RANKS, HEADS, KV_HEADS, LENGTH, FEATURES = 4, 8, 2, 16384, 128
 ROWS = P(None, None, "cp", None)
 
 
-@pytest.mark.parametrize("rotate", ["ppermute", "allgather"])
-def test_every_byte_travels_under_a_matmul(rotate: Any) -> None:
+def test_every_byte_travels_under_a_matmul() -> None:
     mesh = init_device_mesh((RANKS,), ("cp",), devices=topology("h100", num_devices=RANKS)).jax_mesh
 
     def both(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> Any:
-        out, vjp = jax.vjp(lambda *qkv: ring_attention(*qkv, "cp", rotate=rotate), q, k, v)
+        out, vjp = jax.vjp(lambda *qkv: ring_attention(*qkv, "cp", rotate="ppermute"), q, k, v)
         return out, vjp(dout)
 
     shapes = [
@@ -40,9 +39,6 @@ def test_every_byte_travels_under_a_matmul(rotate: Any) -> None:
     assert (report.async_fraction, report.overlapped_fraction) == (1, 1)
     # bfloat16 keys and values, float32 gradients.
     part = 2 * KV_HEADS * LENGTH // RANKS * FEATURES * 2
-    hops = 3 * (1 + 1 + 2) if rotate == "ppermute" else 3 * 2
-    table = collectives(program, mesh=mesh)
-    assert table.bytes("collective_permute", "cp") == hops * part
-    assert table.bytes("all_gather", "cp") == (0 if rotate == "ppermute" else 2 * RANKS * part)
+    assert collectives(program, mesh=mesh).bytes("collective_permute", "cp") == 3 * (1 + 1 + 2) * part
     scores = HEADS * LENGTH * LENGTH * 4
     assert memory(program).temp_bytes < scores / 64
