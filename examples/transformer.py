@@ -79,6 +79,7 @@ class Attention(nnx.Module):
         self.groups = config.heads // config.kv_heads
         self.head_width = config.head_width
         self.rope_base = config.rope_base
+        self.core = CausalCore()
         qkv_width = config.kv_heads * (self.groups + 2) * config.head_width
         self.qkv = _linear(config.width, qkv_width, config, rngs=rngs)
         self.out = _linear(
@@ -89,11 +90,22 @@ class Attention(nnx.Module):
         B, T, D = x_BTD.shape
         G, E = self.groups, self.head_width
         qkv = self.qkv(x_BTD.reshape(B * T, D)).reshape(B, T, -1, G + 2, E).transpose(0, 2, 3, 1, 4)
-        q_BKGTE = rope(qkv[:, :, :G], base=self.rope_base)
-        k_BKSE = rope(qkv[:, :, G], base=self.rope_base)
-        y_BKGTE = grouped_attention(q_BKGTE, k_BKSE, qkv[:, :, G + 1])
+        position_T = self.core.positions(T)
+        q_BKGTE = rope(qkv[:, :, :G], position_T, base=self.rope_base)
+        k_BKSE = rope(qkv[:, :, G], position_T, base=self.rope_base)
+        y_BKGTE = self.core(q_BKGTE, k_BKSE, qkv[:, :, G + 1])
         y_BTH = y_BKGTE.transpose(0, 3, 1, 2, 4)
         return self.out(y_BTH.reshape(B * T, -1)).reshape(B, T, D)
+
+
+class CausalCore(nnx.Module):
+    """The one place where positions meet: a part of the model, so that another one can take its place."""
+
+    def positions(self, length: int) -> jax.Array:
+        return jnp.arange(length)
+
+    def __call__(self, q_BKGTE: jax.Array, k_BKSE: jax.Array, v_BKSE: jax.Array) -> jax.Array:
+        return grouped_attention(q_BKGTE, k_BKSE, v_BKSE)
 
 
 class MLP(nnx.Module):
@@ -223,21 +235,22 @@ def _generate(
     return tokens_nB.T
 
 
-def rope(x: jax.Array, *, base: float = 10_000.0) -> jax.Array:
+def rope(x: jax.Array, position_T: jax.Array, *, base: float = 10_000.0) -> jax.Array:
     """Rotary positions: turn pair i of the vector at time t by the angle t * base ** (-2 i / E).
 
     The product of a turned query and a turned key then depends on their distance in time only.
 
     Args:
         x: [..., T, E] with E even; pair i is (x[i], x[i + E / 2]).
+        position_T: the times.
         base: sets the slowest rotation.
 
     Returns:
         An array like x.
     """
-    T, E = x.shape[-2:]
+    E = x.shape[-1]
     frequency = base ** (-jnp.arange(0, E, 2, dtype=jnp.float32) / E)
-    angle = jnp.arange(T, dtype=jnp.float32)[:, None] * frequency
+    angle = position_T.astype(jnp.float32)[:, None] * frequency
     cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)

@@ -1,6 +1,6 @@
 """The shape of the house: import arrows point down, the launcher is standard library only, one version quarantine.
 
-jaxpar_launch <- _errors <- _compat, _pytree, _module, _mean <- mesh <- ddp | fsdp | tp | cp | data | debug | _init_sharded <- train
+jaxpar_launch <- _errors <- _compat, _pytree, _module, _mean <- mesh <- ddp | fsdp | cp <- tp | data | debug | _init_sharded <- train
 """
 
 import ast
@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "mesh": FOUNDATION,
     "ddp": FOUNDATION | {"mesh"},
     "fsdp": FOUNDATION | {"mesh"},
-    "tp": FOUNDATION | {"mesh"},
+    "tp": FOUNDATION | {"mesh", "cp"},
     "cp": FOUNDATION | {"mesh"},
     "data": FOUNDATION | {"mesh"},
     "debug": FOUNDATION | {"mesh"},

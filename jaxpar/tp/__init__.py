@@ -6,6 +6,7 @@ from jaxpar.tp._auto_plan import auto_plan as auto_plan
 from jaxpar.tp._collective_matmul import all_gather_matmul as all_gather_matmul
 from jaxpar.tp._collective_matmul import matmul_reduce_scatter as matmul_reduce_scatter
 from jaxpar.tp._colwise import ColwiseParallel as ColwiseParallel
+from jaxpar.tp._context import ContextParallel as ContextParallel
 from jaxpar.tp._cross_entropy import cross_entropy as cross_entropy
 from jaxpar.tp._functional import column_linear as column_linear
 from jaxpar.tp._functional import row_linear as row_linear

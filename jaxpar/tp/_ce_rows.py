@@ -14,7 +14,6 @@ k is the token's weight w_y, e the label smoothing, a the z-loss, C the number o
 line: its own z_c and log Z, which is the same on all of them.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -69,8 +68,7 @@ def stats_dtype(logits: jax.Array) -> jnp.dtype:
     return jnp.promote_types(logits.dtype, jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def row_losses(
+def _row_losses(
     rule: Rule, logits: jax.Array, targets: jax.Array, weights: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Each token's loss, and the weight with which it counts in a mean.
@@ -144,6 +142,7 @@ def _backward(
     return dz.astype(saved.logits.dtype), None, None
 
 
+row_losses = jax.custom_vjp(_row_losses, nondiff_argnums=(0,))
 row_losses.defvjp(_forward, _backward)
 
 

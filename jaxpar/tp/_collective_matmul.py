@@ -8,8 +8,8 @@ Each is the other's backward. The bytes are those of the collective itself; they
 longer than its hop.
 """
 
-import functools
 from dataclasses import dataclass
+from typing import overload
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,30 @@ from jaxpar._errors import CollectiveError
 from jaxpar.mesh._axes import AxisNames
 from jaxpar.mesh._collectives_axes import ManualAxes, check_dim, check_divisible, manual_axes, to_varying
 from jaxpar.tp._ring_steps import gather_ring, scatter_ring
+
+
+@overload
+def all_gather_matmul(
+    x: jax.Array,
+    ws: jax.Array,
+    axis: AxisNames,
+    *,
+    dim: int,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def all_gather_matmul(
+    x: jax.Array,
+    ws: tuple[jax.Array, ...],
+    axis: AxisNames,
+    *,
+    dim: int,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> tuple[jax.Array, ...]: ...
 
 
 def all_gather_matmul(
@@ -158,8 +182,7 @@ class _Ring:
 Weights = tuple[jax.Array, ...]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _all_gather_matmul(ring: _Ring, x: jax.Array, ws: Weights) -> Weights:
+def _gathered_products(ring: _Ring, x: jax.Array, ws: Weights) -> Weights:
     return _gather_forward(ring, x, ws)[0]
 
 
@@ -176,18 +199,18 @@ def _gather_backward(
     return dx, tuple(ring.weight_grad(whole_x, dy) for dy in dys)
 
 
+_all_gather_matmul = jax.custom_vjp(_gathered_products, nondiff_argnums=(0,))
 _all_gather_matmul.defvjp(_gather_forward, _gather_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul_reduce_scatter(ring: _Ring, h: jax.Array, w: jax.Array) -> jax.Array:
+def _scattered_product(ring: _Ring, h: jax.Array, w: jax.Array) -> jax.Array:
     return scatter_ring((h,), (w,), ring.axes, ring.dim, ring.forward)
 
 
 def _scatter_forward(
     ring: _Ring, h: jax.Array, w: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _matmul_reduce_scatter(ring, h, w), (h, w)
+    return _scattered_product(ring, h, w), (h, w)
 
 
 def _scatter_backward(
@@ -198,6 +221,7 @@ def _scatter_backward(
     return dh, ring.weight_grad(h, whole_dy)
 
 
+_matmul_reduce_scatter = jax.custom_vjp(_scattered_product, nondiff_argnums=(0,))
 _matmul_reduce_scatter.defvjp(_scatter_forward, _scatter_backward)
 
 

@@ -3,8 +3,10 @@
 global batch   row 0 .. row B-1            each row has its own key: fold_in(key, row)
 device r       rows r*B/n .. (r+1)*B/n-1   draws exactly the masks that one device would have drawn for them
 rank t of tp   positions of its part       cuts them out of the row's mask (`SequenceParallel` says along which dim)
+microbatch i   rows i*b .. (i+1)*b-1 of a device's rows, with the key that the whole batch would have been given
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,19 +15,48 @@ from flax import nnx
 
 from jaxpar._errors import ParallelizeError
 from jaxpar._module import INNERMOST, swap_class, vary, varying_axes
+from jaxpar.cp import split_sequence
 from jaxpar.tp import SequenceParallel
 from jaxpar.tp._style import is_live, style_of
 
+SETTINGS, MICROBATCH = "_jaxpar_positions", "_jaxpar_microbatch"
 
-def use_global_positions(model: nnx.Module, axes: tuple[str, ...]) -> None:
-    """Makes every `nnx.Dropout` of `model` draw its mask by global row, in place.
 
-    Dim 0 of a dropout's input must be the batch dim, or batch and sequence flattened into one. `model` must be a
-    copy that lives only in the trace.
+@dataclass(frozen=True)
+class Positions:
+    """How the batch is split.
+
+    Args:
+        rows: axes over which its rows are.
+        sequences: axes over which its sequences are, as `jaxpar.cp.split_sequence` does.
+        num_microbatches: in how many parts each device takes its rows.
+    """
+
+    rows: tuple[str, ...]
+    sequences: tuple[str, ...] = ()
+    num_microbatches: int = 1
+
+
+def use_global_positions(
+    model: nnx.Module, positions: Positions, microbatch: jax.Array | None = None
+) -> None:
+    """Makes every `nnx.Dropout` of `model` draw its mask by global row and position, in place.
+
+    Dim 0 of a dropout's input must be the batch dim, or batch and sequence flattened into one; if sequences are split, dim
+    1 is the sequence. `model` must be a copy that lives only in the trace; `microbatch` is the number of this one.
     """
     for _, module in nnx.iter_modules(model):
         if isinstance(module, nnx.Dropout):
-            swap_class(module, "ByRow", _dropout_by_row, {"_jaxpar_batch_axes": axes}, level=INNERMOST)
+            swap_class(module, "ByRow", _dropout_by_row, {SETTINGS: positions}, level=INNERMOST)
+            if microbatch is not None:
+                setattr(module, MICROBATCH, nnx.Variable(microbatch))
+
+
+def own_counts(model: nnx.Module) -> set[int]:
+    """Ids of the variables that count the keys that dropouts have drawn from streams of their own."""
+    dropouts = [module for _, module in nnx.iter_modules(model) if isinstance(module, nnx.Dropout)]
+    nodes = (node for dropout in dropouts for _, node in nnx.iter_graph(dropout))
+    return {id(node) for node in nodes if isinstance(node, nnx.RngCount)}
 
 
 def _dropout_by_row(
@@ -39,26 +70,30 @@ def _dropout_by_row(
     keep = 1.0 - self.rate
     shape = [1 if dim in self.broadcast_dims else size for dim, size in enumerate(inputs.shape)]
     key = _draw_key(rngs, self.rng_collection)
-    split = _split_dims(self, inputs)
-    whole = [size * jax.lax.axis_size(split[dim]) if dim in split else size for dim, size in enumerate(shape)]
-    mask = _mask_by_row(key, keep, whole, self._jaxpar_batch_axes)
-    for dim, axis in split.items():
-        if whole[dim] > 1:
-            start = jax.lax.axis_index(axis) * shape[dim]
-            mask = jax.lax.dynamic_slice_in_dim(vary(mask, (axis,)), start, shape[dim], dim)
+    splits = _splits(self, inputs)
+    whole = list(shape)
+    for dim, axis in splits:
+        whole[dim] *= jax.lax.axis_size(axis) if shape[dim] > 1 else 1
+    positions: Positions = getattr(self, SETTINGS)
+    mask = _mask_by_row(key, keep, whole, positions, getattr(self, MICROBATCH, None))
+    for dim, axis in splits:
+        if shape[dim] > 1:
+            mask = _own_part(mask, dim, axis, is_sequence=axis in positions.sequences)
     return jnp.where(jnp.broadcast_to(mask, inputs.shape), inputs / keep, jnp.zeros_like(inputs))
 
 
-def _split_dims(module: Any, inputs: jax.Array) -> dict[int, str]:
+def _splits(module: Any, inputs: jax.Array) -> list[tuple[int, str]]:
     """Dims of the input of which this device has a part, other than the batch dim, and the axes that split them.
 
     Raises:
         ParallelizeError: the input differs between the ranks of an axis, and no style says how it is split.
     """
-    style = style_of(module)
+    style, positions = style_of(module), getattr(module, SETTINGS)
+    splits = [(1, axis) for axis in positions.sequences if axis in varying_axes(inputs) and inputs.ndim > 2]
     if isinstance(style, SequenceParallel) and style.axis is not None and is_live(style.axis):
-        return {style.sequence_dim % inputs.ndim: style.axis}
-    foreign = sorted(varying_axes(inputs) - set(module._jaxpar_batch_axes))
+        splits = [split for split in splits if split[1] != style.axis]
+        splits.append((style.sequence_dim % inputs.ndim, style.axis))
+    foreign = sorted(varying_axes(inputs) - {*positions.rows, *(axis for _, axis in splits)})
     if style is None and foreign:
         raise ParallelizeError(
             f"TrainStep: an nnx.Dropout(rate={module.rate}) has {inputs.dtype}{list(inputs.shape)} on each device, which differs between "
@@ -66,17 +101,26 @@ def _split_dims(module: Any, inputs: jax.Array) -> dict[int, str]:
             f"parts. Name it in the plan of parallelize_module: SequenceParallel(sequence_dim=1), or -1 between a column- and a "
             f"row-split layer; PrepareModuleInput() if all ranks have all of it."
         )
-    return {}
+    return splits
 
 
-def _mask_by_row(key: jax.Array, keep: float, shape: list[int], axes: tuple[str, ...]) -> jax.Array:
+def _own_part(mask: jax.Array, dim: int, axis: str, *, is_sequence: bool) -> jax.Array:
+    if is_sequence:
+        return split_sequence(mask, axis, dim=dim)
+    size = mask.shape[dim] // jax.lax.axis_size(axis)
+    return jax.lax.dynamic_slice_in_dim(vary(mask, (axis,)), jax.lax.axis_index(axis) * size, size, dim)
+
+
+def _mask_by_row(
+    key: jax.Array, keep: float, shape: list[int], positions: Positions, microbatch: Any
+) -> jax.Array:
     """bool[B/n, ...]: one draw per row. A mask that is broadcast over the batch is one draw, equal everywhere."""
-    if shape[0] == 1 or not axes:
-        rank = 0
-    else:
-        rank = jax.lax.axis_index(axes)
-    rows = rank * shape[0] + jnp.arange(shape[0])
-    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
+    first = 0
+    if shape[0] > 1:
+        part = 0 if microbatch is None else microbatch.get_value()
+        rank = jax.lax.axis_index(positions.rows) if positions.rows else 0
+        first = (rank * positions.num_microbatches + part) * shape[0]
+    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(first + jnp.arange(shape[0]))
     return jax.vmap(lambda row_key: jax.random.bernoulli(row_key, keep, tuple(shape[1:])))(keys)
 
 

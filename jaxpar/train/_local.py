@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar._errors import BatchError, ParallelizeError
+from jaxpar._errors import BatchError
 from jaxpar._mean import Mean, divide
 from jaxpar._module import vary, varying_axes
-from jaxpar._pytree import PyTree, leaf_name
+from jaxpar._pytree import PyTree
 from jaxpar.ddp._order import ready_order
 from jaxpar.fsdp._order import new_order
 from jaxpar.fsdp._whole import Units
-from jaxpar.train._dropout import use_global_positions
+from jaxpar.train._dropout import Positions, use_global_positions
 from jaxpar.train._metrics import split_output, sum_over_ranks, values
 from jaxpar.train._scan import scan_sum, widen
 from jaxpar.train._sums import GradientSums, Plan
@@ -42,7 +42,9 @@ class LocalStep:
         sums: how gradients are summed.
         rest_axes: for each other leaf, the batch axes over which it is replicated: what differs there after the
             forward is made equal.
-        axes: batch axes of size above 1.
+        axes: axes of size above 1 that split the batch or its sequences.
+        positions: how rows and sequences lie, for random masks.
+        counts: those other leaves that count random keys of dropouts: every microbatch draws from the same ones.
         num_ranks: product of their sizes.
         accumulate: number of microbatches.
         is_buffer_mean: other leaves are made equal by their mean, instead of taking rank 0's.
@@ -55,6 +57,8 @@ class LocalStep:
     sums: GradientSums
     rest_axes: tuple[tuple[str, ...], ...]
     axes: tuple[str, ...]
+    positions: Positions
+    counts: tuple[int, ...]
     num_ranks: int
     accumulate: int
     is_buffer_mean: bool = False
@@ -78,25 +82,17 @@ class LocalStep:
         return self.sums.plan(params, order)
 
     def _forward(
-        self, params: Sequence[jax.Array], rest: Sequence[jax.Array], batch: PyTree
+        self,
+        params: Sequence[jax.Array],
+        rest: Sequence[jax.Array],
+        batch: PyTree,
+        microbatch: jax.Array | None = None,
     ) -> tuple[Mean, dict[str, PyTree], Leaves]:
         model = self.merge(params, rest)
-        use_global_positions(model, self.axes)
+        use_global_positions(model, self.positions, microbatch)
         with new_order(root=model):
             loss, metrics = split_output(self.loss_fn(model, batch))
-        self._check_results({"loss": loss, **metrics})
         return Mean(vary(loss.total, self.axes), loss.count), metrics, self.split(model)
-
-    def _check_results(self, means: PyTree) -> None:
-        """A loss that differs over an axis that does not split the batch was computed from a part of something."""
-        for path, x in jax.tree_util.tree_leaves_with_path(means):
-            foreign = sorted(varying_axes(x) - set(self.axes))
-            if foreign:
-                raise ParallelizeError(
-                    f"TrainStep: {leaf_name(path).removesuffix('.total')}, computed by loss_fn, differs between the ranks of {foreign}, over which "
-                    f"neither batch nor sequence is split. Some activation was left sharded or unsummed: end the model with a layer "
-                    f"that has output_layouts=Replicate(), or take jaxpar.tp.cross_entropy of sharded logits."
-                )
 
     def _at_once(self, params: Leaves, rest: Leaves, states: Any, batch: PyTree) -> Any:
         plan = self._plan(params, rest, batch)
@@ -127,16 +123,21 @@ class LocalStep:
     def _sum(self, params: Leaves, rest: Leaves, microbatches: PyTree) -> tuple[Leaves, PyTree, Leaves]:
         """The sums of the gradients and of the losses, and the other leaves after all microbatches."""
 
+        start = list(rest)
+
         def microbatch(rest: Leaves, part: PyTree) -> tuple[Leaves, PyTree, Leaves]:
+            index, rows = part
+            rest = [start[i] if i in self.counts else x for i, x in enumerate(rest)]
+
             def objective(params: Leaves) -> Any:
-                loss, metrics, rest_out = self._forward(params, rest, part)
+                loss, metrics, rest_out = self._forward(params, rest, rows, index)
                 return loss.total, ({"loss": loss, **metrics}, rest_out)
 
             total, pullback, (means, rest_out) = jax.vjp(objective, params, has_aux=True)
             (grads,) = pullback(vary(jnp.ones_like(total), tuple(varying_axes(total))))
             return [widen(g) for g in grads], means, rest_out
 
-        return scan_sum(microbatch, rest, microbatches)
+        return scan_sum(microbatch, rest, (jnp.arange(self.accumulate), microbatches))
 
     def _sum_whole(self, params: Leaves, rest: Leaves, microbatches: PyTree) -> tuple[Leaves, PyTree, Leaves]:
         """The same, with all parameters gathered once; the sums of their gradients are scattered once."""

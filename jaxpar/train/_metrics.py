@@ -107,7 +107,8 @@ def _check_types(means: PyTree, axes: tuple[str, ...]) -> None:
         other = sorted(varying_axes(x) - set(axes))
         if other:
             raise BatchError(
-                f"loss_fn's result {name!r} differs from device to device along mesh axis {other}, which is not among "
-                f"batch_axes={axes}. A loss is summed over batch_axes only. Reduce it over {other[0]!r} in the model, "
-                f"or write TrainStep(..., batch_axes={(*axes, *other)}) if that axis splits the batch."
+                f"loss_fn's result {name!r} differs from device to device along mesh axis {other}, over which neither the batch "
+                f"nor its sequences are split ({axes}). If layers are split over it, some output was left sharded or unsummed: "
+                f"end with output_layouts=Replicate(), or take jaxpar.tp.cross_entropy of sharded logits. If it splits the "
+                f"batch, write TrainStep(..., batch_axes={(*axes, *other)})."
             )

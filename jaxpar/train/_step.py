@@ -33,6 +33,7 @@ from jaxpar.mesh import MeshLike, as_jax_mesh, assert_same_everywhere, axes_of, 
 from jaxpar.mesh._flat_buffers import default_flatten_below_bytes
 from jaxpar.train._checks import check_cuts, check_records, check_units
 from jaxpar.train._clip import clipping
+from jaxpar.train._dropout import Positions, own_counts
 from jaxpar.train._local import LocalStep
 from jaxpar.train._sums import GradientSums, slices_of
 from jaxpar.train._update import Update
@@ -60,7 +61,7 @@ class TrainStep:
 
     The model trains in the mode (`model.train()`) that it has when the `TrainStep` is built. Build a new one after
     changing the model's structure. Random keys: `nnx.Dropout` draws by position in the global batch; a key that the
-    model uses in another way is the same on every rank.
+    model uses in another way is the same on every rank, and another one in every microbatch.
 
     Args:
         loss_fn: `loss_fn(model, batch)` with this device's part of the batch returns a scalar (the mean over its
@@ -70,6 +71,9 @@ class TrainStep:
         optimizer: `nnx.Optimizer(model, tx, wrt=nnx.Param)`; what its `wrt` selects is trained.
         mesh: the mesh of the whole job, `DeviceMesh` or `jax.sharding.Mesh`.
         batch_axes: mesh axes over which dim 0 of every array of the batch is split. Default: the mesh's only axis.
+        sequence_axes: mesh axes whose ranks share each row's sequence (context parallelism): all get the same rows, and
+            `loss_fn` takes this rank's part of them (`jaxpar.cp.split_sequence`). Losses, metrics and gradients are summed
+            over these axes as over `batch_axes`.
         accumulate: number of microbatches per step: gradients are summed locally, in fp32 at least, and reduced once.
             The units of `fully_shard` gather and scatter in every microbatch, and sum 1/N of the gradients.
         accumulate_unsharded: instead, gather all units once before the microbatches, sum whole gradients, and scatter
@@ -104,6 +108,7 @@ class TrainStep:
         *,
         mesh: MeshLike,
         batch_axes: str | Sequence[str] | None = None,
+        sequence_axes: str | Sequence[str] = (),
         accumulate: int = 1,
         accumulate_unsharded: bool = False,
         clip_norm: float | None = None,
@@ -112,10 +117,11 @@ class TrainStep:
     ) -> None:
         self._mesh = as_jax_mesh(mesh)
         self._batch_axes = _batch_axes(mesh, batch_axes)
+        self._axes = _with_sequence_axes(mesh, self._batch_axes, sequence_axes)
         if accumulate < 1:
             raise ParallelizeError(f"accumulate must be at least 1 microbatch per step, got {accumulate}.")
-        config = _ddp_config(model, mesh, self._batch_axes)
-        check_units(model, self._batch_axes)
+        config = _ddp_config(model, mesh, self._axes)
+        check_units(model, self._axes)
         check_records(model, self._mesh)
         put_on_mesh(model, self._mesh)
         follow_parameters(optimizer, model)
@@ -129,11 +135,12 @@ class TrainStep:
                 f"trained. Build the optimizer with nnx.Optimizer(model, tx, wrt=nnx.Param)."
             )
         self._accumulate = accumulate
-        self._options = f"{batch_axes=}, {accumulate=}, {accumulate_unsharded=}, {clip_norm=}, {clip_norm_type=}, {donate=}"
+        self._options = f"{batch_axes=}, {sequence_axes=}, {accumulate=}, {accumulate_unsharded=}, {clip_norm=}, {clip_norm_type=}, {donate=}"
         found = cuts_of(model, optimizer)
         self._cuts = tuple(found.get(id(variable)) for variable in self._model.chosen)
-        check_cuts(self._model.chosen_names, self._cuts, self._batch_axes, config.reduction)
-        live = tuple(axis for axis in self._batch_axes if self._mesh.shape[axis] > 1)
+        check_cuts(self._model.chosen_names, self._cuts, self._axes, config.reduction)
+        live = tuple(axis for axis in self._axes if self._mesh.shape[axis] > 1)
+        counts = own_counts(model)
         self._local = LocalStep(
             loss_fn=loss_fn,
             merge=self._model.merge,
@@ -145,6 +152,12 @@ class TrainStep:
             ),
             rest_axes=tuple(_missing(live, x) for x in self._model.values()[1]),
             axes=live,
+            positions=Positions(
+                rows=tuple(axis for axis in live if axis in self._batch_axes),
+                sequences=tuple(axis for axis in live if axis not in self._batch_axes),
+                num_microbatches=accumulate,
+            ),
+            counts=tuple(i for i, v in enumerate(self._model.rest) if id(v) in counts),
             num_ranks=math.prod(self._mesh.shape[axis] for axis in live),
             accumulate=accumulate,
             is_buffer_mean=config.sync_buffers == "mean",
@@ -245,7 +258,7 @@ class TrainStep:
         local = jax.shard_map(
             self._local,
             mesh=self._mesh,
-            in_specs=(specs, rest_specs, by_rank, by_rank),
+            in_specs=(specs, rest_specs, by_rank, PartitionSpec(self._local.positions.rows or None)),
             out_specs=(cut, rest_specs, by_rank, PartitionSpec()),
         )
 
@@ -260,7 +273,8 @@ class TrainStep:
         )
 
         def train_step(params: Any, rest: Any, chosen: Any, other: Any, states: Any, batch: PyTree) -> Any:
-            _check_rows(batch, self._local.num_ranks, self._accumulate, self._batch_axes)
+            num_parts = math.prod(self._mesh.shape[axis] for axis in self._batch_axes)
+            _check_rows(batch, num_parts, self._accumulate, self._batch_axes)
             # What lies in host memory is copied to the device here, and back by the shardings of the results.
             params, rest, chosen, other = jax.tree.map(on_device, (params, rest, chosen, other))
             grads, rest, states, metrics = local(params, rest, states, batch)
@@ -298,16 +312,33 @@ def _batch_axes(mesh: MeshLike, batch_axes: str | Sequence[str] | None) -> tuple
     return axes
 
 
-def _ddp_config(model: nnx.Module, mesh: MeshLike, batch_axes: tuple[str, ...]) -> DDPConfig:
+def _with_sequence_axes(
+    mesh: MeshLike, batch_axes: tuple[str, ...], sequence_axes: str | Sequence[str]
+) -> tuple[str, ...]:
+    """The axes over which the ranks' losses are parts of one."""
+    axes = (sequence_axes,) if isinstance(sequence_axes, str) else tuple(sequence_axes)
+    if not axes:
+        return batch_axes
+    axes = _batch_axes(mesh, axes)
+    twice = [axis for axis in axes if axis in batch_axes]
+    if twice:
+        raise ParallelizeError(
+            f"TrainStep: {twice[0]!r} is in batch_axes={batch_axes} and in sequence_axes={axes}: its ranks have either rows of "
+            f"their own or parts of the same rows. Remove it from one of them."
+        )
+    return (*batch_axes, *axes)
+
+
+def _ddp_config(model: nnx.Module, mesh: MeshLike, axes: tuple[str, ...]) -> DDPConfig:
     config = getattr(type(model), CONFIG, None)
     if config is None:
         reduction = Reduction(flatten_below_bytes=default_flatten_below_bytes(mesh))
-        return DDPConfig(axes=batch_axes, reduction=reduction)
-    if set(config.axes) != set(batch_axes):
+        return DDPConfig(axes=axes, reduction=reduction)
+    if set(config.axes) != set(axes):
         raise ParallelizeError(
-            f"the model was wrapped by DistributedDataParallel over the axes {config.axes}, but batch_axes={batch_axes}. "
+            f"the model was wrapped by DistributedDataParallel over the axes {config.axes}, but the step sums over {axes} (batch_axes, sequence_axes). "
             f"Gradients are averaged over the axes that split the batch. Write DistributedDataParallel(model, "
-            f"mesh[{', '.join(map(repr, batch_axes))}])."
+            f"mesh[{', '.join(map(repr, axes))}])."
         )
     return config
 

@@ -15,7 +15,9 @@ Every kind of parallelism adds its rows here. The reference is plain Flax and op
 """
 
 import dataclasses
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,59 +33,11 @@ from jaxpar.debug import assert_collectives
 from jaxpar.fsdp import fully_shard, shard_optimizer_state
 from jaxpar.mesh import DeviceMesh, init_device_mesh
 
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny import Transformer, loss_fn, losses_of
+
 NUM_STEPS = 3
 RTOL = 1e-12  # float64; sums in another order differ in the last bits only
-
-
-class Attention(nnx.Module):
-    """Causal, four heads, float64 throughout (`jax.nn.dot_product_attention` would compute in float32)."""
-
-    def __init__(self, width: int, rngs: nnx.Rngs) -> None:
-        self.qkv = nnx.Linear(width, 3 * width, use_bias=False, param_dtype=jnp.float64, rngs=rngs)
-        self.out = nnx.Linear(width, width, param_dtype=jnp.float64, rngs=rngs)
-
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        B, T, D = x_BTD.shape
-        q, k, v = self.qkv(x_BTD).reshape(B, T, -1, 3, D // 4).transpose(3, 0, 2, 1, 4)
-        scores = jnp.where(jnp.tril(jnp.ones((T, T), bool)), q @ k.mT / (D // 4) ** 0.5, -1e30)
-        y_BHTE = jax.nn.softmax(scores) @ v
-        return self.out(y_BHTE.transpose(0, 2, 1, 3).reshape(B, T, -1))
-
-
-class Block(nnx.Module):
-    def __init__(self, width: int, rngs: nnx.Rngs) -> None:
-        self.norm = nnx.RMSNorm(width, param_dtype=jnp.float64, rngs=rngs)
-        self.attention = Attention(width, rngs)
-        self.up = nnx.Linear(width, 2 * width, param_dtype=jnp.float64, rngs=rngs)
-        self.down = nnx.Linear(2 * width, width, param_dtype=jnp.float64, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = x + self.attention(self.norm(x))
-        return x + self.down(jax.nn.silu(self.up(x)))
-
-
-class Transformer(nnx.Module):
-    """Tied embedding, one block: as small as it can be, since compiling is what takes time here."""
-
-    def __init__(self, vocab: int = 16, width: int = 16) -> None:
-        rngs = nnx.Rngs(0)
-        self.embed = nnx.Embed(vocab, width, param_dtype=jnp.float64, rngs=rngs)
-        self.blocks = nnx.List([Block(width, rngs) for _ in range(1)])
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.embed.attend(x)
-
-
-def losses_of(model: nnx.Module, batch: dict[str, Any]) -> jax.Array:
-    logits = model(batch["tokens"][:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]) * batch["weights"]
-
-
-def loss_fn(model: nnx.Module, batch: dict[str, Any]) -> jaxpar.Mean:
-    return jaxpar.Mean(losses_of(model, batch).sum(), batch["weights"].sum())
 
 
 def nothing(anything: Any, mesh: DeviceMesh) -> None:

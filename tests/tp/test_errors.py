@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
-from jaxpar._errors import ParallelizeError
+from jaxpar._errors import BatchError, ParallelizeError
 from jaxpar.fsdp import fully_shard
 from jaxpar.mesh import Partial, Replicate, Shard, init_device_mesh
 from jaxpar.tp import (
@@ -143,8 +143,6 @@ def traced(model: Any, num_ranks: int = 4) -> None:
         # A column-split output that meets a layer which reads all of it.
         ({"up": ColwiseParallel(), "down": ColwiseParallel()}, r"ColwiseParallel on down: .* reads 8 elements"),
         ({"up": ColwiseParallel(output_layouts=Replicate()), "down": RowwiseParallel()}, "RowwiseParallel on down: .* reads 2"),
-        # One that nobody reads further, or that is summed by nobody.
-        ({"down": ColwiseParallel()}, r"loss, computed by loss_fn, differs between the ranks of \['tp'\]"),
         # Declared layouts that are not so.
         ({"up": ColwiseParallel(input_layouts=Shard(0))}, "nobody has split it"),
         ({"up": ColwiseParallel(input_layouts=Partial())}, "cannot read terms of a sum"),
@@ -156,6 +154,12 @@ def test_layouts_that_do_not_meet_are_refused_when_the_step_is_traced(plan: Any,
     mesh = init_device_mesh((1, 4), ("dp", "tp"), devices=jax.devices()[:4])
     with pytest.raises(ParallelizeError, match=match):
         traced(parallelize_module(MLP(), mesh["tp"], plan))
+
+
+def test_an_output_left_split_is_refused_when_the_loss_is_taken_of_it() -> None:
+    mesh = init_device_mesh((1, 4), ("dp", "tp"), devices=jax.devices()[:4])
+    with pytest.raises(BatchError, match=r"'loss.total' differs .* \['tp'\].*some output was left sharded"):
+        traced(parallelize_module(MLP(), mesh["tp"], {"down": ColwiseParallel()}))
 
 
 def test_a_sequence_that_does_not_divide_is_refused_with_the_numbers() -> None:
