@@ -84,11 +84,11 @@ def all_gather_matmul(
     Example:
         >>> from jax.sharding import PartitionSpec as P
         >>> from jaxpar.mesh import init_device_mesh
-        >>> from jaxpar.tp._collective_matmul import all_gather_matmul
+        >>> from jaxpar.tp import all_gather_matmul
         >>> mesh = init_device_mesh((2, 4), ("dp", "tp")).jax_mesh
         >>> f = lambda x, w: all_gather_matmul(x, w, "tp", dim=0)
         >>> specs = dict(in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp"))
-        >>> jax.shard_map(f, mesh=mesh, **specs)(jnp.ones((8, 3)), jnp.ones((3, 12))).shape
+        >>> jax.jit(jax.shard_map(f, mesh=mesh, **specs))(jnp.ones((8, 3)), jnp.ones((3, 12))).shape
         (8, 12)
     """
     where = "all_gather_matmul"
@@ -136,11 +136,11 @@ def matmul_reduce_scatter(
     Example:
         >>> from jax.sharding import PartitionSpec as P
         >>> from jaxpar.mesh import init_device_mesh
-        >>> from jaxpar.tp._collective_matmul import matmul_reduce_scatter
+        >>> from jaxpar.tp import matmul_reduce_scatter
         >>> mesh = init_device_mesh((2, 4), ("dp", "tp")).jax_mesh
         >>> f = lambda h, w: matmul_reduce_scatter(h, w, "tp", dim=0)
         >>> specs = dict(in_specs=(P(None, "tp"), P("tp")), out_specs=P("tp"))
-        >>> jax.shard_map(f, mesh=mesh, **specs)(jnp.ones((8, 12)), jnp.ones((12, 3))).shape
+        >>> jax.jit(jax.shard_map(f, mesh=mesh, **specs))(jnp.ones((8, 12)), jnp.ones((12, 3))).shape
         (8, 3)
     """
     where = "matmul_reduce_scatter"

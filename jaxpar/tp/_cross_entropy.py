@@ -106,10 +106,10 @@ def cross_entropy(
     Example:
         >>> from jax.sharding import PartitionSpec as P
         >>> from jaxpar.mesh import init_device_mesh
-        >>> from jaxpar.tp._cross_entropy import cross_entropy
+        >>> from jaxpar.tp import cross_entropy
         >>> mesh = init_device_mesh((2, 4), ("dp", "tp")).jax_mesh
         >>> f = lambda z, y: cross_entropy(z, y, "tp")
-        >>> f = jax.shard_map(f, mesh=mesh, in_specs=(P(None, "tp"), P()), out_specs=P())
+        >>> f = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(P(None, "tp"), P()), out_specs=P()))
         >>> print(f(jnp.log(jnp.array([[1.0, 2.0, 3.0, 4.0]])), jnp.array([1])))
         1.609438
     """
