@@ -4,7 +4,7 @@
     scatter ring    step s: rank i adds its product for block i - 1 - s and sends the sum  t - 1 hops
 
 Steps are tied together, product of one step to block of the next. Untied, XLA sends all blocks first and joins the
-matmuls, which share a weight, into one that waits for the last: at 8 H100s 18 % of the bytes travel under a matmul, tied
+matmuls, which share a weight, into one that waits for the last: at 8 H100s 5 % of the bytes travel under a matmul, tied
 all of them (jax 0.10.2). `optimization_barrier` is enough here: XLA:GPU keeps it, and elsewhere nothing depends on it.
 """
 
