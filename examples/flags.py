@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from parallel import AXES
 from transformer import PRESETS
 
 
@@ -44,7 +45,12 @@ def parse_args(
         "ddp: every device holds the whole model; zero1: all but the optimizer's state; fsdp: 1/dp of everything",
     )
     parallelism.mesh(
-        "--mesh", "devices by axis, dp=4 or replica=2,dp=2 (default: all devices of all processes on dp)"
+        "--mesh",
+        "devices by axis: dp=4 (rows), dp=2,tp=2 (maths of each layer), dp=2,cp=2 (sequences), replica=2,dp=2 (fsdp in groups); "
+        "default: all devices of all processes on dp",
+    )
+    parallelism.switch(
+        "--sequence-parallel", "with tp: norms and what is saved between layers are split along the sequence"
     )
 
     training = Group(parser, "training")
@@ -66,9 +72,13 @@ def parse_args(
     output.count("--sample-bytes", 300, "length of the sample")
     output.number("--temperature", 0.7, "of the sample; 0 takes the likeliest byte always")
     args = parser.parse_args(argv)
-    if "replica" in args.mesh and args.strategy != "fsdp":
+    if args.mesh["replica"] > 1 and args.strategy != "fsdp":
         parser.error(
-            f"argument --mesh: replica is for --strategy fsdp, whose shards it replicates; write dp={math.prod(args.mesh.values())}"
+            f"argument --mesh: replica is for --strategy fsdp, whose shards it replicates; write dp={math.prod(args.mesh[axis] for axis in ('replica', 'dp'))}"
+        )
+    if args.sequence_parallel and args.mesh["tp"] == 1:
+        parser.error(
+            "argument --sequence-parallel: it is a way to do tensor parallelism; write --mesh dp=2,tp=2"
         )
     return args
 
@@ -94,8 +104,13 @@ class Group:
     def path(self, flag: str, text: str, *, many: bool = False) -> None:
         self._add(flag, type=Path, metavar="PATH", nargs="+" if many else None, help=text)
 
+    def switch(self, flag: str, text: str) -> None:
+        self._add(flag, action="store_true", help=text)
+
     def mesh(self, flag: str, text: str) -> None:
-        self._add(flag, type=_mesh, metavar="AXIS=N,...", default={"dp": -1}, help=text)
+        self._add(
+            flag, type=_mesh, metavar="AXIS=N,...", default=dict.fromkeys(AXES, 1) | {"dp": -1}, help=text
+        )
 
 
 def _with_default(text: str, default: object) -> str:
@@ -109,15 +124,16 @@ def _count(text: str) -> int:
 
 
 def _mesh(text: str) -> dict[str, int]:
-    """`replica=2,dp=4` -> {"replica": 2, "dp": 4}."""
+    """`dp=2,tp=2` -> {"replica": 1, "dp": 2, "cp": 1, "tp": 2}."""
     try:
         sizes = {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a mesh; write axis=size, for example dp=2"
         ) from None
-    if "dp" not in sizes or not set(sizes) <= {"replica", "dp"}:
+    if "dp" not in sizes or not set(sizes) <= set(AXES):
         raise argparse.ArgumentTypeError(
-            f"{text!r}: the axes are dp and, before it, replica; write dp={math.prod(sizes.values())}"
+            f"{text!r}: the axes are dp and, if you like, {', '.join(axis for axis in AXES if axis != 'dp')}; "
+            f"write dp={math.prod(sizes.values())}"
         )
-    return {name: sizes[name] for name in ("replica", "dp") if name in sizes}
+    return {name: sizes.get(name, 1) for name in AXES}

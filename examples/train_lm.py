@@ -1,8 +1,9 @@
-"""Train a byte-level transformer on text, data-parallel over as many processes and devices as there are.
+"""Train a byte-level transformer on text, over as many processes and devices as there are.
 
     jaxpar-launch --nproc-per-node 2 examples/train_lm.py      two processes on this machine
     python examples/train_lm.py                                one process, all devices that it sees
     jaxpar-launch --nproc-per-node 2 examples/train_lm.py --mesh dp=2 --strategy fsdp
+    jaxpar-launch --nproc-per-node 4 examples/train_lm.py --mesh dp=2,tp=2
     python examples/train_lm.py --data ~/books --preset medium --steps 2000
 
 Without --data it reads the sources of Python's own standard library, so there is nothing to download. It
@@ -11,9 +12,9 @@ leaves a folder with metrics.jsonl and loss.png, and prints the loss on held-out
 
 import argparse
 import dataclasses
+import math
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -24,12 +25,11 @@ from flax import nnx
 
 import corpus
 import jaxpar
+import parallel
 from corpus import Corpus
 from flags import parse_args
-from jaxpar.data import global_batch
-from jaxpar.ddp import DistributedDataParallel
-from jaxpar.fsdp import MixedPrecisionPolicy, fully_shard, shard_optimizer_state, sharding_report
-from jaxpar.mesh import DeviceMesh, full_array, get_rank, get_world_size
+from jaxpar.fsdp import shard_optimizer_state, sharding_report
+from jaxpar.mesh import DeviceMesh, full_array, get_rank
 from report import Delayed, Report
 from transformer import Transformer, TransformerConfig, generate, loss_fn, preset
 
@@ -39,26 +39,12 @@ STEPS_AHEAD = 4
 evaluation_loss = nnx.jit(loss_fn)
 
 
-def shard(model: Transformer, mesh: DeviceMesh) -> None:
-    """Each block is a unit; embedding, last norm and head are one more. Layers that compute in bf16 travel so too."""
-    dtype = model.config.dtype
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=jnp.float32)
-    fully_shard(model, mesh, units="blocks.*", mp_policy=policy)
-
-
-STRATEGIES: dict[str, Callable[[Transformer, DeviceMesh], object]] = {
-    "ddp": DistributedDataParallel,
-    "zero1": DistributedDataParallel,
-    "fsdp": shard,
-}
-
-
 def main() -> None:
-    args = parse_args(__doc__ or "", strategies=STRATEGIES)
+    args = parse_args(__doc__ or "", strategies=parallel.STRATEGIES)
     jaxpar.init_process_group()
     try:
         mesh = jaxpar.init_device_mesh(tuple(args.mesh.values()), tuple(args.mesh))
-        check_batch(args, num_parts=mesh.size())
+        check_batch(args, num_parts=math.prod(map(mesh.size, parallel.BATCH_AXES)))
         text = read_text(args)
         config = model_config(args)
     except (ValueError, FileNotFoundError) as error:  # a flag is wrong: its message says all
@@ -87,7 +73,7 @@ def train(args: argparse.Namespace, config: TransformerConfig, text: Corpus, mes
             windows = corpus.training_windows(
                 text.train, batch=args.batch, seq=args.seq, seed=args.seed, step=i
             )
-            report.steps(delayed.push(i, step(own_rows(windows)) | {"lr": schedule(i - 1)}))
+            report.steps(delayed.push(i, step(parallel.on_mesh(windows, mesh)) | {"lr": schedule(i - 1)}))
             if i % args.eval_every == 0 or i == args.steps:
                 report.steps(delayed.flush())
                 report.evaluation(i, evaluate(model, text, args, mesh))
@@ -103,18 +89,21 @@ def build(
     """The model in its parallel form, the step that trains it, and its learning rate by step."""
     model = jaxpar.init_sharded(
         lambda: Transformer(config, rngs=nnx.Rngs(args.seed)),
-        lambda model: STRATEGIES[args.strategy](model, mesh),
+        lambda model: parallel.parallelize(
+            model, mesh, args.strategy, is_sequence_parallel=args.sequence_parallel
+        ),
     )
     schedule = learning_rate(args)
     optimizer = nnx.Optimizer(model, adamw(schedule), wrt=nnx.Param)
     if args.strategy == "zero1":
         shard_optimizer_state(optimizer, mesh["dp"])
     step = jaxpar.TrainStep(
-        loss_fn,
+        parallel.training_loss,
         model,
         optimizer,
         mesh=mesh,
-        batch_axes=mesh.axis_names,
+        batch_axes=parallel.BATCH_AXES,
+        sequence_axes="cp",
         accumulate=args.accumulate,
         clip_norm=args.clip_norm or None,
     )
@@ -126,9 +115,7 @@ def evaluate(model: Transformer, text: Corpus, args: argparse.Namespace, mesh: D
     batches = corpus.held_out_windows(
         text.held_out, batch=args.batch, seq=args.seq, max_batches=args.eval_batches
     )
-    losses = [
-        evaluation_loss(model, global_batch(own_rows(windows), mesh, mesh.axis_names)) for windows in batches
-    ]
+    losses = [evaluation_loss(model, parallel.on_mesh(windows, mesh)) for windows in batches]
     return float(np.mean(losses))
 
 
@@ -145,11 +132,6 @@ def generate_text(model: Transformer, args: argparse.Namespace) -> str:
     )
     text = bytes([*prompt, *np.asarray(full_array(tokens))[0]]).decode(errors="replace")
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
-
-
-def own_rows(windows: np.ndarray) -> np.ndarray:
-    """This process's rows of the global batch."""
-    return np.split(windows, get_world_size())[get_rank()]
 
 
 def learning_rate(args: argparse.Namespace) -> optax.Schedule:
@@ -208,7 +190,8 @@ def output_paths(args: argparse.Namespace) -> tuple[Path, Path]:
 
 def mesh_text(mesh: DeviceMesh) -> str:
     """`dp=2`, as --mesh takes it."""
-    return ",".join(f"{name}={mesh.size(name)}" for name in mesh.axis_names)
+    sizes = {name: mesh.size(name) for name in mesh.axis_names}
+    return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1 or name == "dp")
 
 
 if __name__ == "__main__":

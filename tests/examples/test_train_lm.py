@@ -54,8 +54,9 @@ def test_wrong_data_is_one_line_that_says_what_to_write(tmp_path: Path) -> None:
     ("words", "message"),
     [
         ("--mesh 2", "'2' is not a mesh; write axis=size, for example dp=2"),
-        ("--mesh tp=4", "the axes are dp and, before it, replica; write dp=4"),
-        ("--mesh dp=2,tp=2", "the axes are dp and, before it, replica; write dp=4"),
+        ("--mesh tp=4", "the axes are dp and, if you like, replica, cp, tp; write dp=4"),
+        ("--mesh dp=2,ep=2", "the axes are dp and, if you like, replica, cp, tp; write dp=4"),
+        ("--mesh dp=2 --sequence-parallel", "it is a way to do tensor parallelism; write --mesh dp=2,tp=2"),
         ("--mesh replica=2,dp=2", "replica is for --strategy fsdp, whose shards it replicates; write dp=4"),
         ("--steps 0", "'0' is not a whole number above 0"),
         ("--batch many", "'many' is not a whole number above 0"),
