@@ -15,8 +15,9 @@ from flax import nnx
 from jaxpar._errors import ParallelizeError
 from jaxpar._module import vary, varying_axes
 from jaxpar.mesh import MeshLike, Partial, Placement, Replicate, Shard, axis_size
+from jaxpar.tp._collective_matmul import all_gather_matmul
 from jaxpar.tp._convert import convert, slice_of, to_whole
-from jaxpar.tp._parameters import Cut, add_bias, columns_of
+from jaxpar.tp._parameters import Cut, add_bias, check_overlap, columns_of, promoted
 from jaxpar.tp._style import (
     Bound,
     ParallelStyle,
@@ -47,6 +48,8 @@ class ColwiseParallel(ParallelStyle):
         heads: number of heads that the columns consist of, so that none is cut: they must divide by the ranks.
         replicate_heads: fewer heads than ranks are allowed if the ranks are a multiple of them (key/value heads of
             grouped-query attention): the parameters stay whole, and rank r computes head r * heads // ranks.
+        overlap: for `nnx.Linear` with input `Shard(d)`: gather in steps, each under the matmul of the step before
+            (`jaxpar.tp.all_gather_matmul`). Equal in value. Layers that read the same array then gather it each.
 
     Source: `torch.distributed.tensor.parallel.ColwiseParallel`, row T2; Megatron-LM (arXiv 1909.08053).
 
@@ -64,10 +67,13 @@ class ColwiseParallel(ParallelStyle):
     output_layouts: Placement | None = None
     heads: int | None = None
     replicate_heads: bool = False
+    overlap: bool = False
 
     def apply(self, name: str, module: Any, mesh: MeshLike) -> None:
         assert self.axis is not None
         columns = columns_of(name, module)
+        if self.overlap:
+            check_overlap(name, module, "input_layouts", self.input_layouts)
         style = self
         if self._is_replicated(name, mesh):
             mark_partial_sums(module, self.axis, tuple(cut.name for cut in columns.cuts))
@@ -98,6 +104,8 @@ class ColwiseParallel(ParallelStyle):
 
 def _run(bound: Bound, original: Any, module: Any, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
     style: ColwiseParallel = bound.style
+    if style.overlap:
+        return _run_overlapped(bound, module, x)
     columns = columns_of(bound.name, module)
     x = to_whole(x, style.input_layouts, bound.axis, bound.where)
     check_input(bound, x, columns.reads)
@@ -106,6 +114,17 @@ def _run(bound: Bound, original: Any, module: Any, x: jax.Array, *args: Any, **k
         y = y if bias is None else add_bias(module, bias.get_value(), y)
     mine = Shard(columns.dim)
     return convert(y, mine, style.output_layouts or mine, bound.axis, bound.where)
+
+
+def _run_overlapped(bound: Bound, module: nnx.Linear, x: jax.Array) -> jax.Array:
+    style: Any = bound.style
+    x, kernel = promoted(module, x)
+    check_input(bound, x, {-1: module.in_features})
+    y = all_gather_matmul(
+        x, kernel, bound.axis, dim=style.input_layouts.dim % x.ndim, precision=module.precision
+    )
+    y = y if module.bias is None else add_bias(module, module.bias.get_value(), y)
+    return convert(y, Shard(-1), style.output_layouts or Shard(-1), bound.axis, bound.where)
 
 
 def _run_embed(bound: Bound, original: Any, module: nnx.Embed, x: jax.Array, *args: Any) -> jax.Array:

@@ -15,6 +15,7 @@ import jax
 from flax import nnx
 
 from jaxpar._errors import ParallelizeError
+from jaxpar.mesh import Shard
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,24 @@ def add_bias(module: Any, bias: jax.Array, y: jax.Array) -> jax.Array:
         at = iter(bias.shape)
         bias = bias.reshape([next(at) if letter in letters else 1 for letter in result])
     return y + bias.astype(y.dtype)
+
+
+def promoted(module: nnx.Linear, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Input and kernel in the dtype that the layer computes in."""
+    return module.promote_dtype((x, module.kernel.get_value()), dtype=module.dtype)
+
+
+def check_overlap(name: str, module: Any, option: str, layout: Any) -> None:
+    """Refuses `overlap=True` where there is nothing to overlap.
+
+    Raises:
+        ParallelizeError: no plain linear layer, or its collective is no gather or scatter.
+    """
+    if not isinstance(module, nnx.Linear) or not isinstance(layout, Shard):
+        raise ParallelizeError(
+            f"parallelize_module: overlap=True on {name} ({type(module).__name__}, {option}={layout!r}): the collective of an nnx.Linear is "
+            f"cut into steps if it gathers or scatters. Write {option}=Shard(1) (sequence parallel), or drop overlap."
+        )
 
 
 def _bias_dim(module: Any) -> int:

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.mesh import MeshLike, Partial, Placement, Replicate, Shard
+from jaxpar.tp._collective_matmul import matmul_reduce_scatter
 from jaxpar.tp._convert import convert, to_whole
 from jaxpar.tp._functional import only, own_rows
-from jaxpar.tp._parameters import add_bias, rows_of
+from jaxpar.tp._parameters import add_bias, check_overlap, promoted, rows_of
 from jaxpar.tp._style import (
     Bound,
     ParallelStyle,
@@ -47,6 +48,8 @@ class RowwiseParallel(ParallelStyle):
         attend_input_layouts: of `nnx.Embed.attend`: how its argument lies; default `Replicate()`.
         attend_output_layouts: of `nnx.Embed.attend`: how logits are to lie; default `Replicate()`. `Shard(-1)` leaves
             them as computed, for `jaxpar.tp.cross_entropy`.
+        overlap: for `nnx.Linear` with output `Shard(d)`: reduce-scatter in steps, each under the matmul of the step before
+            (`jaxpar.tp.matmul_reduce_scatter`). Equal in value.
 
     Source: `torch.distributed.tensor.parallel.RowwiseParallel`, row T3; Megatron-LM (arXiv 1909.08053).
 
@@ -64,9 +67,12 @@ class RowwiseParallel(ParallelStyle):
     output_layouts: Placement = Replicate()
     attend_input_layouts: Placement = Replicate()
     attend_output_layouts: Placement = Replicate()
+    overlap: bool = False
 
     def apply(self, name: str, module: Any, mesh: MeshLike) -> None:
         assert self.axis is not None
+        if self.overlap:
+            check_overlap(name, module, "output_layouts", self.output_layouts)
         split_parameters(name, module, rows_of(name, module).cuts, self.axis, mesh)
         if isinstance(module, nnx.Embed):
             bind(name, module, self, _run_embed, methods=("__call__", "attend"))
@@ -83,14 +89,20 @@ def _run(bound: Bound, original: Any, module: Any, x: jax.Array, *args: Any, **k
     x = convert(x, style.input_layouts or mine, mine, bound.axis, bound.where)
     check_input(bound, x, {rows.dim: rows.size // jax.lax.axis_size(bound.axis)})
     with without_bias(module) as bias:
-        y = original(x, *args, **kwargs)
-    y = convert(y, Partial(), style.output_layouts, bound.axis, bound.where)
+        y = _product(bound, module, x) if style.overlap else original(x, *args, **kwargs)
+    y = y if style.overlap else convert(y, Partial(), style.output_layouts, bound.axis, bound.where)
     if bias is None:
         return y
     if isinstance(style.output_layouts, Partial):
         first = jax.lax.axis_index(bound.axis) == 0
         return jnp.where(first, add_bias(module, bias.get_value(), y), y)  # once, when others sum
     return add_bias(module, bias.get_value(), y)
+
+
+def _product(bound: Bound, module: nnx.Linear, x: jax.Array) -> jax.Array:
+    x, kernel = promoted(module, x)
+    dim = bound.style.output_layouts.dim % x.ndim
+    return matmul_reduce_scatter(x, kernel, bound.axis, dim=dim, precision=module.precision, preferred_element_type=module.preferred_element_type)
 
 
 def _run_embed(bound: Bound, original: Any, module: nnx.Embed, x: jax.Array, *args: Any) -> jax.Array:

@@ -195,16 +195,16 @@ SPLIT_INSIDE = PrepareModuleInputOutput(
 )
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_sequence_parallel_equals_one_device(num_ranks: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "overlap"), [(2, False), (4, False), (4, True)])
+def test_sequence_parallel_equals_one_device(num_ranks: int, overlap: bool) -> None:
     mesh = init_device_mesh((num_ranks,), ("tp",), devices=jax.devices()[:num_ranks])
     make = lambda: on_mesh(noisy_bias(Pair(nnx.Sequential(Gated()), Identity())), mesh)  # noqa: E731
     plan = {
         "first": SPLIT_INSIDE,
         "**.norm": SequenceParallel(),
-        "**.gate": ColwiseParallel(input_layouts=Shard(1)),
-        "**.up": ColwiseParallel(input_layouts=Shard(1)),
-        "**.down": RowwiseParallel(output_layouts=Shard(1)),
+        "**.gate": ColwiseParallel(input_layouts=Shard(1), overlap=overlap),
+        "**.up": ColwiseParallel(input_layouts=Shard(1), overlap=overlap),
+        "**.down": RowwiseParallel(output_layouts=Shard(1), overlap=overlap),
     }
     ours = on_ranks(parallelize_module(make(), mesh, plan), mesh, X)
     assert_equal(ours, on_ranks(make(), mesh, X))
