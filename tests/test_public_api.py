@@ -2,7 +2,9 @@
 
 import importlib
 import inspect
+from pathlib import Path
 
+import jaxpar
 import pytest
 
 PUBLIC = {
@@ -25,6 +27,15 @@ PUBLIC = {
     "jaxpar.fsdp": """
         CPUOffloadPolicy MixedPrecisionPolicy ParameterRow ShardingReport full_state fully_shard load_full_state offload_optimizer_state
         register_fsdp_forward_method shard_optimizer_state sharded_call sharding_report unshard
+    """,
+    "jaxpar.tp": """
+        AttentionParallel ColwiseParallel ContextParallel ParallelStyle PrepareModuleInput
+        PrepareModuleInputOutput PrepareModuleOutput ProposedPlan RowwiseParallel SequenceParallel
+        all_gather_matmul auto_plan column_linear cross_entropy matmul_reduce_scatter parallelize_module
+        row_linear vocab_embedding
+    """,
+    "jaxpar.cp": """
+        head_tail_order join_sequence padded_length ring_attention sequence_positions split_sequence
     """,
     "jaxpar.data": """
         DistributedSampler global_batch join pad_batch
@@ -52,6 +63,13 @@ def public_names(module: str) -> set[str]:
 @pytest.mark.parametrize("module", PUBLIC)
 def test_public_names_are_the_frozen_ones(module: str) -> None:
     assert public_names(module) == set(PUBLIC[module].split())
+
+
+def test_every_package_is_in_the_list_and_comes_with_jaxpar() -> None:
+    init = Path(jaxpar.__file__)
+    packages = {folder.parent.name for folder in init.parent.glob("*/__init__.py")}
+    assert packages == {module.removeprefix("jaxpar.") for module in PUBLIC if module.startswith("jaxpar.")}
+    assert all(f"from jaxpar import {name} as {name}\n" in init.read_text() for name in packages)
 
 
 @pytest.mark.parametrize("module", PUBLIC)
