@@ -10,6 +10,10 @@
     zero2                    dp=4                 the same, parameters kept from forward to backward
     hsdp                     replica=2 dp=2       shards over dp, replicated over replica
     zero1                    dp=4                 replicated parameters, sharded optimizer state
+    tp2                      dp=1 tp=2            parallelize_module: columns, then rows
+    sp2                      dp=1 tp=2            the same, norms on this rank's part of the sequence
+    fsdp2-tp2, fsdp2-sp2     dp=2 tp=2            both on the same parameters
+    cp2                      dp=1 cp=2            ring attention, each rank a part of the sequence
 
 Every kind of parallelism adds its rows here. The reference is plain Flax and optax on one device.
 """
@@ -32,9 +36,10 @@ from jaxpar.ddp import DistributedDataParallel
 from jaxpar.debug import assert_collectives
 from jaxpar.fsdp import fully_shard, shard_optimizer_state
 from jaxpar.mesh import DeviceMesh, init_device_mesh
+from jaxpar.tp import ContextParallel, parallelize_module
 
 sys.path.insert(0, str(Path(__file__).parent))
-from tiny import Transformer, loss_fn, losses_of
+from tiny import Transformer, loss_fn, losses_of, plan, sequence_loss_fn
 
 NUM_STEPS = 3
 RTOL = 1e-12  # float64; sums in another order differ in the last bits only
@@ -55,6 +60,8 @@ class Layout:
     collectives: dict[tuple[str, Any], int]
     accumulate: int = 1
     batch_axes: tuple[str, ...] = ("dp",)
+    sequence_axes: tuple[str, ...] = ()
+    loss_fn: Callable[[nnx.Module, Any], Any] = loss_fn
     prepare_optimizer: Callable[[nnx.Optimizer, DeviceMesh], Any] = nothing
 
 
@@ -74,12 +81,38 @@ def hsdp(model: nnx.Module, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh, shard_axis="dp", replicate_axis="replica", units="blocks.*")
 
 
+def tp(model: nnx.Module, mesh: DeviceMesh) -> None:
+    parallelize_module(model, mesh["tp"], plan())
+
+
+def sp(model: nnx.Module, mesh: DeviceMesh) -> None:
+    parallelize_module(model, mesh["tp"], plan(is_sequence_parallel=True))
+
+
+def fsdp_tp(model: nnx.Module, mesh: DeviceMesh) -> None:
+    tp(model, mesh)
+    fsdp(model, mesh)
+
+
+def fsdp_sp(model: nnx.Module, mesh: DeviceMesh) -> None:
+    fsdp(model, mesh)
+    sp(model, mesh)
+
+
+def cp(model: nnx.Module, mesh: DeviceMesh) -> None:
+    parallelize_module(model, mesh["cp"], {"**.core": ContextParallel()})
+
+
 def zero1(optimizer: nnx.Optimizer, mesh: DeviceMesh) -> None:
     shard_optimizer_state(optimizer, mesh["dp"])
 
 
 # The block is gathered forward and backward, the embedding once; each is scattered once.
 FSDP = {("all_gather", "dp"): 3, ("reduce_scatter", "dp"): 2, ("all_reduce", "dp"): 1}
+# Forward: embedding, attention, MLP, and the gather of the logits; backward: MLP, attention, and the tied output layer.
+TP = {("all_reduce", "tp"): 6, ("all_gather", "tp"): 1}
+# Each all-reduce is now a reduce-scatter and, on the other side, an all-gather; one all-reduce for the norm and biases.
+SP = {("reduce_scatter", "tp"): 6, ("all_gather", "tp"): 7, ("all_reduce", "tp"): 1}
 DDP = {("all_reduce", "dp"): 4}  # three buckets of this model, and the loss
 LAYOUTS = (
     Layout("one", (1,), ("dp",), nothing, {}),
@@ -119,6 +152,28 @@ LAYOUTS = (
         nothing,
         {("reduce_scatter", "dp"): 1, ("all_gather", "dp"): 1, ("all_reduce", "dp"): 1},
         prepare_optimizer=zero1,
+    ),
+    Layout("tp2", (1, 2), ("dp", "tp"), tp, TP),
+    Layout("sp2", (1, 2), ("dp", "tp"), sp, SP),
+    # Parameters that tp splits and those that it does not travel in a gather each: the block's biases are whole.
+    Layout(
+        "fsdp2-tp2",
+        (2, 2),
+        ("dp", "tp"),
+        fsdp_tp,
+        FSDP | TP | {("all_gather", "dp"): 5, ("reduce_scatter", "dp"): 3},
+    ),
+    # With sequence parallel all gradients of the block differ over tp until they are summed: they travel together.
+    Layout("fsdp2-sp2", (2, 2), ("dp", "tp"), fsdp_sp, FSDP | SP),
+    Layout(
+        "cp2",
+        (1, 2),
+        ("dp", "cp"),
+        cp,
+        # Keys and values gathered, and gathered again; their gradients go home in a hop; all others in one bucket.
+        {("all_gather", "cp"): 2, ("collective_permute", "cp"): 1, ("all_reduce", "cp"): 2},
+        sequence_axes=("cp",),
+        loss_fn=sequence_loss_fn,
     ),
 )
 
@@ -165,7 +220,13 @@ def test_layout_equals_one_device_and_communicates_as_said(
     optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
     layout.prepare_optimizer(optimizer, mesh)
     step = jaxpar.TrainStep(
-        loss_fn, model, optimizer, mesh=mesh, batch_axes=layout.batch_axes, accumulate=layout.accumulate
+        layout.loss_fn,
+        model,
+        optimizer,
+        mesh=mesh,
+        batch_axes=layout.batch_axes,
+        sequence_axes=layout.sequence_axes,
+        accumulate=layout.accumulate,
     )
     assert_collectives(step, batch, expected=layout.collectives, mesh=mesh)
 
