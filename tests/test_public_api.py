@@ -4,8 +4,9 @@ import importlib
 import inspect
 from pathlib import Path
 
-import jaxpar
 import pytest
+
+import jaxpar
 
 PUBLIC = {
     "jaxpar": """
