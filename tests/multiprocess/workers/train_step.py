@@ -16,10 +16,10 @@ from jaxpar.mesh import get_rank, get_world_size
 jaxpar.init_process_group()
 folder = Path(sys.argv[1])
 whole = dict(np.load(folder / "batch.npz"))
-rows = len(next(iter(whole.values()))) // get_world_size()
-mine = {name: x[get_rank() * rows : (get_rank() + 1) * rows] for name, x in whole.items()}
-for name, accumulate, strategy in models.CASES:
-    losses, params = models.train(name, mine, accumulate=accumulate, strategy=strategy)
+for name, accumulate, strategy in models.CASES if get_world_size() < 4 else models.FEW_CASES:
+    losses, params = models.train(
+        name, models.own_rows(whole, strategy), accumulate=accumulate, strategy=strategy
+    )
     print(name, accumulate, strategy, losses, flush=True)
     if get_rank() == 0:
         np.savez(folder / f"result-{name}-{accumulate}-{strategy}.npz", *params, losses=losses)

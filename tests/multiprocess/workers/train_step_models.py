@@ -11,7 +11,8 @@ from flax import nnx
 import jaxpar
 from jaxpar.ddp import DistributedDataParallel, convert_sync_batchnorm
 from jaxpar.fsdp import full_state, fully_shard
-from jaxpar.mesh import DeviceMesh
+from jaxpar.mesh import DeviceMesh, get_rank, get_world_size
+from jaxpar.tp import AttentionParallel, parallelize_module
 
 NUM_STEPS = 3
 
@@ -55,16 +56,17 @@ class Transformer(nnx.Module):
 
 
 MODELS = {"MLP": MLP, "ResNet": ResNet, "Transformer": Transformer}
-# (model, microbatches, strategy). Dropout draws by global row and BatchNorm sees one microbatch at a time: with several, their
-# rows are others than on one device, so only the transformer is compared in microbatches.
+# (model, microbatches, strategy). BatchNorm sees one microbatch at a time, whose rows are others than on one device.
 CASES = (
     ("MLP", 1, "ddp"),
     ("ResNet", 1, "ddp"),
-    ("Transformer", 1, "ddp"),
     ("Transformer", 2, "ddp"),
     ("Transformer", 2, "fsdp"),
     ("Transformer", 1, "hsdp"),
+    ("Transformer", 1, "tp"),
 )
+# Every process compiles every program: with four of them, one case of each kind.
+FEW_CASES = tuple(case for case in CASES if case[0] == "MLP" or case[2] in ("fsdp", "tp"))
 
 
 def make_batch() -> dict[str, np.ndarray]:
@@ -81,17 +83,31 @@ def loss_fn(model: Any, batch: Any) -> jaxpar.Mean:
 
 
 def mesh_of(strategy: str) -> DeviceMesh:
-    """All devices: one axis, or for hsdp two halves that replicate each other's shards."""
+    """All devices: one axis; for hsdp two halves that replicate each other's shards; for tp pairs beside dp."""
+    if strategy == "tp":
+        return jaxpar.init_device_mesh((-1, min(2, jax.device_count())), ("dp", "tp"))
     if strategy == "hsdp":
         return jaxpar.init_device_mesh((min(2, jax.device_count()), -1), ("replica", "dp"))
     return jaxpar.init_device_mesh((-1,), ("dp",))
 
 
+def own_rows(whole: dict[str, np.ndarray], strategy: str) -> dict[str, np.ndarray]:
+    """This process's rows; processes that share them (tensor parallel) feed the same."""
+    sharers = 2 if strategy == "tp" and jax.local_device_count() == 1 and get_world_size() > 1 else 1
+    position, num_positions = get_rank() // sharers, get_world_size() // sharers
+    return {name: np.split(x, num_positions)[position] for name, x in whole.items()}
+
+
 def train(name: str, batch: Any, *, accumulate: int, strategy: str) -> tuple[list[float], list[np.ndarray]]:
     """Returns the losses of the steps, and all floating variables after them, batch statistics included."""
     mesh = mesh_of(strategy)
+    batch_axes = tuple(axis for axis in mesh.axis_names if axis != "tp")
 
     def parallelize(model: nnx.Module) -> None:
+        if strategy == "tp":
+            parallelize_module(model, mesh["tp"], {"attention": AttentionParallel()})
+            fully_shard(model, mesh["dp"], units="attention")
+            return
         if strategy != "ddp":
             fully_shard(model, mesh, units=("attention", "out") if name == "Transformer" else "hidden")
             return
@@ -102,7 +118,7 @@ def train(name: str, batch: Any, *, accumulate: int, strategy: str) -> tuple[lis
     model = jaxpar.init_sharded(lambda: MODELS[name](nnx.Rngs(0)), parallelize)
     optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
     step = jaxpar.TrainStep(
-        loss_fn, model, optimizer, mesh=mesh, batch_axes=mesh.axis_names, accumulate=accumulate, clip_norm=1.0
+        loss_fn, model, optimizer, mesh=mesh, batch_axes=batch_axes, accumulate=accumulate, clip_norm=1.0
     )
     losses = [float(step(batch)["loss"]) for _ in range(NUM_STEPS)]
     return losses, [x for x in full_state(model).values() if np.issubdtype(x.dtype, np.floating)]
