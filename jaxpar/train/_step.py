@@ -301,13 +301,17 @@ def _batch_axes(mesh: MeshLike, batch_axes: str | Sequence[str] | None) -> tuple
                 f"TrainStep(..., mesh=mesh, batch_axes=({names[0]!r},))."
             )
         return names
-    axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
+    return _checked_axes("batch_axes", batch_axes, mesh)
+
+
+def _checked_axes(option: str, names: str | Sequence[str], mesh: MeshLike) -> tuple[str, ...]:
+    axes = (names,) if isinstance(names, str) else tuple(names)
     unknown = [axis for axis in axes if axis not in as_jax_mesh(mesh).axis_names]
     if unknown or len(set(axes)) != len(axes):
         raise ParallelizeError(
-            f"batch_axes={axes}: {unknown[0]!r} is no axis of the mesh; it has {names}."
+            f"{option}={axes}: {unknown[0]!r} is no axis of the mesh; it has {axes_of(mesh)}."
             if unknown
-            else f"batch_axes={axes} names an axis twice."
+            else f"{option}={axes} names an axis twice."
         )
     return axes
 
@@ -316,10 +320,7 @@ def _with_sequence_axes(
     mesh: MeshLike, batch_axes: tuple[str, ...], sequence_axes: str | Sequence[str]
 ) -> tuple[str, ...]:
     """The axes over which the ranks' losses are parts of one."""
-    axes = (sequence_axes,) if isinstance(sequence_axes, str) else tuple(sequence_axes)
-    if not axes:
-        return batch_axes
-    axes = _batch_axes(mesh, axes)
+    axes = _checked_axes("sequence_axes", sequence_axes, mesh)
     twice = [axis for axis in axes if axis in batch_axes]
     if twice:
         raise ParallelizeError(

@@ -1,4 +1,4 @@
-"""Everything with everything: {ddp, fsdp, hsdp} x tp x sequence parallel x context parallel x accumulation, over 8 devices.
+"""Each with each: {ddp, fsdp, hsdp} x tp x sequence parallel x context parallel x accumulation, over 8 devices.
 
 Dropout, clipping, tied embeddings and AdamW are on. The reference is the same step on one device, which `test_compose.py`
 compares with plain Flax and optax. Gradients are compared through the parameters after three steps.
@@ -69,10 +69,18 @@ class Product:
             fully_shard(model, mesh, shard_axis=("dp", "cp"), replicate_axis="replica", units="blocks.*")
 
 
+# Of the 60 products those in which every pair of values meets: kind with tp, and both with cp and accumulation.
 PRODUCTS = tuple(
-    Product(kind, tp, sp, cp, accumulate)
-    for kind, (tp, sp), cp, accumulate in itertools.product(("ddp", "fsdp", "hsdp"), TP, (1, 2), (1, 2))
+    Product(kind, tp, sp, cp=1 + (i + j) % 2, accumulate=1 + (i + j // 2) % 2)
+    for (i, kind), (j, (tp, sp)) in itertools.product(enumerate(("ddp", "fsdp", "hsdp")), enumerate(TP))
 )
+
+
+def test_every_pair_of_values_meets() -> None:
+    values = [(p.kind, (p.tp, p.is_sequence_parallel), p.cp, p.accumulate) for p in PRODUCTS]
+    for one, other in itertools.combinations(range(4), 2):
+        met = {(v[one], v[other]) for v in values}
+        assert met == set(itertools.product({v[one] for v in values}, {v[other] for v in values}))
 
 
 @pytest.fixture(autouse=True, scope="module")

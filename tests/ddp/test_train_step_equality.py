@@ -268,7 +268,7 @@ def test_float64_to_the_last_digits() -> None:
     assert jnp.ones(()).dtype == jnp.float32
 
 
-def test_dropout_does_not_depend_on_the_number_of_devices() -> None:
+def test_dropout_does_not_depend_on_the_number_of_devices_nor_of_microbatches() -> None:
     def make() -> nnx.Module:
         rngs, init = nnx.Rngs(0), nnx.initializers.uniform(0.5)
         return nnx.Sequential(
@@ -283,8 +283,8 @@ def test_dropout_does_not_depend_on_the_number_of_devices() -> None:
     alone, reference = _step(case, 1)
     losses = [float(alone(b)["loss"]) for b in case.batches]
     assert len(set(losses)) == 3
-    for num_ranks in (2, 4):
-        step, model = _step(case, num_ranks)
+    for num_ranks, accumulate in ((2, 1), (4, 1), (2, 2)):
+        step, model = _step(case, num_ranks, accumulate=accumulate)
         np.testing.assert_allclose([float(step(b)["loss"]) for b in case.batches], losses, rtol=1e-6)
         _assert_equal(model, nnx.state(reference, nnx.Param))
 

@@ -35,6 +35,8 @@ ROWS = np.arange(16, dtype=np.float32).reshape(8, 2)
     [
         ({"batch_axes": ("tp",)}, "'tp' is no axis of the mesh"),
         ({"batch_axes": ("dp", "dp")}, "names an axis twice"),
+        ({"sequence_axes": "cp"}, "sequence_axes=('cp',): 'cp' is no axis of the mesh"),
+        ({"sequence_axes": "dp"}, "'dp' is in batch_axes=('dp',) and in sequence_axes=('dp',)"),
         ({"accumulate": 0}, "at least 1 microbatch per step, got 0"),
         ({"wrt": nnx.BatchStat}, "nothing would be trained"),
         ({"mesh": init_device_mesh((2, 4), ("dp", "tp"))}, "say which of them split the batch"),
