@@ -77,7 +77,7 @@ def _columns_then_row(module: Any) -> dict[str, ParallelStyle]:
     columns = [name for name, layer in firsts if layer.in_features == width]
     if last.out_features != width or len(columns) != len(firsts):
         return {}
-    return {name: ColwiseParallel() for name in columns} | {last_name: RowwiseParallel()}
+    return {**{name: ColwiseParallel() for name in columns}, last_name: RowwiseParallel()}
 
 
 def _linear_children(module: Any) -> list[tuple[str, nnx.Linear]]:

@@ -34,7 +34,7 @@ def check_partial_outputs(styled: Sequence[tuple[str, ParallelStyle]]) -> None:
 def _sums(style: ParallelStyle) -> bool:
     if not isinstance(style, PrepareModuleInputOutput):
         return False
-    pairs = zip(style.output_layouts, style.desired_output_layouts, strict=True)
+    pairs = style.pairs("output")
     return any(isinstance(before, Partial) and not isinstance(after, Partial) for before, after in pairs)
 
 

@@ -8,6 +8,7 @@ a contiguous range of rows, and `fully_shard` cuts that range.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 from flax import nnx
@@ -56,14 +57,13 @@ def split_variable(name: str, variable: Variable, dim: int, axis: str, mesh: Mes
 
 def _spec_on(x: Any, mesh: Any) -> PartitionSpec:
     sharding = getattr(x, "sharding", None)
-    is_here = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
-    return sharding.spec if is_here else PartitionSpec()
+    if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
+        return sharding.spec
+    return PartitionSpec()
 
 
 def _check_divides(name: str, x: Any, dim: int, names: tuple[str, ...], sizes: Any) -> None:
-    num_parts = 1
-    for axis in names:
-        num_parts *= sizes[axis]
+    num_parts = math.prod(sizes[axis] for axis in names)
     if x.shape[dim] % num_parts:
         padded = -(-x.shape[dim] // num_parts) * num_parts
         parts = " x ".join(f"{axis}={sizes[axis]}" for axis in names)

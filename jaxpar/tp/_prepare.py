@@ -5,7 +5,7 @@ x f32[B, T@tp, D] --all-gather--> attention --> terms of a sum --reduce-scatter-
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from flax import nnx
@@ -16,6 +16,7 @@ from jaxpar.tp._convert import convert, to_whole
 from jaxpar.tp._style import Bound, ParallelStyle, bind
 
 Layouts = Placement | None | Sequence[Placement | None]
+Pairs = tuple[tuple[Placement | None, Placement | None], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,11 @@ class PrepareModuleInputOutput(ParallelStyle):
                     f"leave alone."
                 )
 
+    def pairs(self, what: Literal["input", "output"]) -> Pairs:
+        """How each positional argument, or each output, lies and is to lie."""
+        before, after = getattr(self, f"{what}_layouts"), getattr(self, f"desired_{what}_layouts")
+        return tuple(zip(before, after, strict=True))
+
     def apply(self, name: str, module: Any, mesh: MeshLike) -> None:
         del mesh
         if isinstance(module, nnx.List | nnx.Dict) or not callable(module):
@@ -122,13 +128,9 @@ class Frozen(dict[str, Any]):
 def _run(bound: Bound, original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     del module
     style: PrepareModuleInputOutput = bound.style
-    _check_count(
-        bound, "positional arguments", "input_layouts", len(args), len(style.input_layouts), exact=False
-    )
-    converted = [
-        _input(bound, x, source, target)
-        for x, source, target in zip(args, style.input_layouts, style.desired_input_layouts, strict=False)
-    ]
+    pairs = style.pairs("input")
+    _check_count(bound, "positional arguments", "input_layouts", len(args), len(pairs), exact=False)
+    converted = [_input(bound, x, source, target) for x, (source, target) in zip(args, pairs, strict=False)]
     for name, source in style.input_kwarg_layouts.items():
         if name in kwargs:
             kwargs[name] = _input(bound, kwargs[name], source, style.desired_input_kwarg_layouts[name])
@@ -137,13 +139,12 @@ def _run(bound: Bound, original: Any, module: Any, *args: Any, **kwargs: Any) ->
 
 
 def _outputs(bound: Bound, out: Any) -> Any:
-    style: PrepareModuleInputOutput = bound.style
-    several = isinstance(out, tuple | list)
+    several, pairs = isinstance(out, tuple | list), bound.style.pairs("output")
     values = list(out) if several else [out]
-    _check_count(bound, "outputs", "output_layouts", len(values), len(style.output_layouts), exact=True)
+    _check_count(bound, "outputs", "output_layouts", len(values), len(pairs), exact=True)
     values = [
         x if source is None or target is None else convert(x, source, target, bound.axis, bound.where)
-        for x, source, target in zip(values, style.output_layouts, style.desired_output_layouts, strict=True)
+        for x, (source, target) in zip(values, pairs, strict=True)
     ]
     return type(out)(values) if several else values[0]
 

@@ -102,7 +102,14 @@ def _run(bound: Bound, original: Any, module: Any, x: jax.Array, *args: Any, **k
 def _product(bound: Bound, module: nnx.Linear, x: jax.Array) -> jax.Array:
     x, kernel = promoted(module, x)
     dim = bound.style.output_layouts.dim % x.ndim
-    return matmul_reduce_scatter(x, kernel, bound.axis, dim=dim, precision=module.precision, preferred_element_type=module.preferred_element_type)
+    return matmul_reduce_scatter(
+        x,
+        kernel,
+        bound.axis,
+        dim=dim,
+        precision=module.precision,
+        preferred_element_type=module.preferred_element_type,
+    )
 
 
 def _run_embed(bound: Bound, original: Any, module: nnx.Embed, x: jax.Array, *args: Any) -> jax.Array:

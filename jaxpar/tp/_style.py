@@ -70,7 +70,7 @@ class Bound:
 
 def bind(
     name: str,
-    module: nnx.Module,
+    module: Any,
     style: ParallelStyle,
     run: Callable[..., Any],
     *,
