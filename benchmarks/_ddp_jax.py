@@ -24,7 +24,7 @@ def time_steps(rounds: int) -> dict[str, float]:
     mesh = jaxpar.init_device_mesh((jax.device_count(),), ("dp",))
     model = DistributedDataParallel(build(), mesh)
     step = jaxpar.TrainStep(loss_fn, model, nnx.Optimizer(model, TX, wrt=nnx.Param), mesh=mesh)
-    by_hand = ByHand(build(), mesh, lambda x: NamedSharding(mesh.jax_mesh, PartitionSpec()))
+    by_hand = ByHand(build(), mesh, lambda name, x: NamedSharding(mesh.jax_mesh, PartitionSpec()))
     contenders = {"jaxpar": lambda batch: step(batch)["loss"], "by hand": by_hand}
     return medians(contenders, local_batch(), rounds=rounds)
 

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-from collections import Counter
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpar
-from _common import peak_rss_bytes, reset_peak_rss
 from _model import (
     TX,
     Block,
@@ -24,8 +22,10 @@ from _model import (
     local_batch,
     loss_fn,
     medians,
+    peak_rss_of,
 )
-from jaxpar.debug import collectives, memory, overlap, topology
+from _program import program_facts
+from jaxpar.debug import overlap, topology
 from jaxpar.fsdp import MixedPrecisionPolicy, fully_shard
 from jaxpar.mesh import DeviceMesh
 
@@ -66,7 +66,7 @@ class Ours:
 def by_hand(model: Transformer, mesh: DeviceMesh, **options: Any) -> ByHand:
     """Parameters and state sharded along the dims that `fully_shard` chooses."""
 
-    def place(x: Any) -> NamedSharding:
+    def place(name: str, x: Any) -> NamedSharding:
         divides = [dim for dim, size in enumerate(x.shape) if size % mesh.size() == 0]
         dim = 0 if 0 in divides else max(divides, key=lambda dim: x.shape[dim], default=None)
         spec = PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, "dp")
@@ -93,17 +93,6 @@ def time_steps(rounds: int, names: list[str]) -> dict[str, Any]:
     }
 
 
-def program_facts(compiled: jax.stages.Compiled, mesh: DeviceMesh) -> dict[str, Any]:
-    table, counts = collectives(compiled, mesh=mesh), Counter[str]()
-    for row in table:
-        counts[row.kind] += row.count
-    return {
-        "collectives": dict(sorted(counts.items())),
-        "sent_bytes": table.wire_bytes(),
-        "device_bytes": memory(compiled).total_bytes,
-    }
-
-
 def time_thresholds(rounds: int) -> dict[str, float]:
     """The median step for each threshold below which leaves share a flat buffer."""
     mesh = _mesh()
@@ -114,12 +103,7 @@ def time_thresholds(rounds: int) -> dict[str, float]:
 def peak_rss(name: str, rounds: int) -> dict[str, int]:
     """The most memory of this process while one contender alone runs steps; compilation is not in it."""
     mesh, batch = _mesh(), local_batch()
-    step = make(name, mesh)
-    for round_ in range(rounds + 2):
-        if round_ == 2:
-            reset_peak_rss()
-        jax.block_until_ready(step(batch))
-    return {"rss_bytes": peak_rss_bytes()}
+    return {"rss_bytes": peak_rss_of(make(name, mesh), batch, rounds=rounds)}
 
 
 def programs_for_gpus(num_devices: int, depth: int) -> dict[str, Any]:

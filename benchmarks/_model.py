@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from _common import interleave
+from _common import interleave, peak_rss_bytes, reset_peak_rss
 from jaxpar.data import global_batch
 from jaxpar.mesh import DeviceMesh, get_rank
 
@@ -30,7 +30,7 @@ SMALL = TransformerConfig(vocab=256, width=256, depth=2, heads=8, kv_heads=8, hi
 TX = optax.adamw(3e-4)
 
 Step = Callable[[Any], jax.Array]
-Place = Callable[[Any], NamedSharding]
+Place = Callable[[str, Any], NamedSharding]
 
 
 def loss_fn(model: Transformer, tokens_BT: jax.Array) -> jax.Array:
@@ -62,8 +62,8 @@ class ByHand:
 
     Args:
         model: concrete to run, abstract to compile only.
-        mesh: one axis, "dp", which splits the batch.
-        place: the sharding of each array of parameters and optimizer state.
+        mesh: its axis "dp" splits the batch.
+        place: the sharding of each array of parameters and optimizer state, by its dotted name.
         compute_dtype: what parameters are cast to before they are used.
     """
 
@@ -73,7 +73,7 @@ class ByHand:
         self.mesh = mesh
         graphdef, params = nnx.split(model)
         opt_state = jax.eval_shape(TX.init, params)
-        self.places = jax.tree.map(place, (params, opt_state))
+        self.places = jax.tree.map_with_path(lambda path, x: place(_dotted(path), x), (params, opt_state))
         is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
         state = (params, opt_state if is_abstract else TX.init(params))
         self.state = jax.tree.map(_on_mesh, state, self.places)
@@ -105,6 +105,10 @@ class ByHand:
         return self._jitted.lower(*self.state, batch if is_abstract else global_batch(batch, self.mesh, "dp"))
 
 
+def _dotted(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
 def _on_mesh(x: Any, place: NamedSharding) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
@@ -119,3 +123,12 @@ def medians(contenders: Mapping[str, Step], batch: np.ndarray, *, rounds: int) -
 
     turns = {name: functools.partial(run, step) for name, step in contenders.items()}
     return interleave(turns, rounds=rounds, warmups=2)
+
+
+def peak_rss_of(step: Step, batch: np.ndarray, *, rounds: int) -> int:
+    """The most memory of this process while it runs steps; compilation is not in it."""
+    for round_ in range(rounds + 2):
+        if round_ == 2:
+            reset_peak_rss()
+        jax.block_until_ready(step(batch))
+    return peak_rss_bytes()

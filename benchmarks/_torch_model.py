@@ -1,5 +1,6 @@
 """What the PyTorch workers train: the transformer of `examples/` with the sizes of `_model.py`, and how they time it."""
 
+import collections
 import json
 import os
 import statistics
@@ -10,6 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from _common import peak_rss_bytes, reset_peak_rss
 
@@ -34,10 +36,10 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         batch, steps, _ = x.shape
-        heads = self.qkv(self.norm1(x)).view(batch, steps, HEADS, 3, HEAD_WIDTH).permute(3, 0, 2, 1, 4)
+        heads = self.qkv(self.norm1(x)).view(batch, steps, -1, 3, HEAD_WIDTH).permute(3, 0, 2, 1, 4)
         q, k, v = turned(heads[0], cos, sin), turned(heads[1], cos, sin), heads[2]
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(batch, steps, WIDTH))
+        x = x + self.out(y.transpose(1, 2).reshape(batch, steps, -1))
         h = self.norm2(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
@@ -60,13 +62,18 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
-def report(parallelize: Callable[[nn.Module], nn.Module], rounds: int) -> None:
-    """Prints the median step and the peak memory of this process as JSON, and ends the process."""
+def report(
+    parallelize: Callable[[nn.Module], nn.Module], rounds: int, *, rows: int = ROWS, seed: int | None = None
+) -> None:
+    """Prints the median step and the peak memory of this process as JSON, and ends the process.
+
+    The default seed is the rank: every process has rows of its own.
+    """
     torch.distributed.init_process_group("gloo")
-    torch.manual_seed(torch.distributed.get_rank())
+    torch.manual_seed(torch.distributed.get_rank() if seed is None else seed)
     model = parallelize(Transformer())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    tokens = torch.randint(VOCAB, (ROWS, TIME + 1))
+    optimizer = torch.optim.AdamW(_by_type(model), lr=3e-4, fused=True)
+    tokens = torch.randint(VOCAB, (rows, TIME + 1))
     times = []
     for round_ in range(rounds + 3):
         if round_ == 3:
@@ -81,3 +88,11 @@ def report(parallelize: Callable[[nn.Module], nn.Module], rounds: int) -> None:
     torch.distributed.barrier()
     sys.stdout.flush()
     os._exit(0)  # at the interpreter's end, Gloo's threads abort now and then (torch 2.13)
+
+
+def _by_type(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
+    """Parameter groups for the fused optimizer, which takes no DTensors together with plain tensors."""
+    groups = collections.defaultdict(list)
+    for parameter in model.parameters():
+        groups[isinstance(parameter, DTensor)].append(parameter)
+    return [{"params": group} for group in groups.values()]

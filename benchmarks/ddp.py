@@ -17,7 +17,6 @@ from _common import Result, emit, is_quick
 from _workers import (
     ALONE,
     H100S,
-    LAYOUTS,
     ONE_DEVICE_EACH,
     TWO_DEVICES,
     has_gpu_compiler,
@@ -30,7 +29,7 @@ from _workers import (
 def main(argv: list[str] | None = None) -> int:
     quick = is_quick(argv, __doc__)
     rounds, repeats = (5, 1) if quick else (30, 3)
-    layouts = [layout for layout in LAYOUTS if not (quick and layout == ALONE)]
+    layouts = [TWO_DEVICES, ONE_DEVICE_EACH] + ([] if quick else [ALONE])
     results = [
         *step_results(
             medians_of_turns("_ddp_jax.py", "steps", rounds, layouts=layouts, repeats=repeats), rounds
