@@ -70,15 +70,14 @@ def _dropout_by_row(
     keep = 1.0 - self.rate
     shape = [1 if dim in self.broadcast_dims else size for dim, size in enumerate(inputs.shape)]
     key = _draw_key(rngs, self.rng_collection)
-    splits = _splits(self, inputs)
+    splits = [split for split in _splits(self, inputs) if split[0] not in self.broadcast_dims]
     whole = list(shape)
     for dim, axis in splits:
-        whole[dim] *= jax.lax.axis_size(axis) if shape[dim] > 1 else 1
+        whole[dim] *= jax.lax.axis_size(axis)
     positions: Positions = getattr(self, SETTINGS)
     mask = _mask_by_row(key, keep, whole, positions, getattr(self, MICROBATCH, None))
     for dim, axis in splits:
-        if shape[dim] > 1:
-            mask = _own_part(mask, dim, axis, is_sequence=axis in positions.sequences)
+        mask = _own_part(mask, dim, axis, is_sequence=axis in positions.sequences)
     return jnp.where(jnp.broadcast_to(mask, inputs.shape), inputs / keep, jnp.zeros_like(inputs))
 
 
