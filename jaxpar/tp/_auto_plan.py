@@ -13,21 +13,50 @@ from jaxpar.tp._colwise import ColwiseParallel
 from jaxpar.tp._rowwise import RowwiseParallel
 from jaxpar.tp._style import ParallelStyle
 
+# How the last layer of a block is called, where shapes alone do not tell (all of them square).
+LAST_NAMES = (
+    "out",
+    "o",
+    "down",
+    "proj",
+    "out_proj",
+    "o_proj",
+    "c_proj",
+    "down_proj",
+    "wo",
+    "w2",
+    "fc2",
+    "linear2",
+    "output",
+)
+
 
 class ProposedPlan(dict[str, ParallelStyle]):
-    """A plan as `parallelize_module` takes it; printed, one line for each name."""
+    """A plan as `parallelize_module` takes it; printed, one line for each name, and then what was left out.
+
+    Attributes:
+        unclear: names of modules that hold layers of which no last one could be told.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unclear: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        width = max(map(len, self))
-        return "\n".join(f"{name:<{width}}  {_short(style)}" for name, style in self.items())
+        width = max(map(len, self), default=0)
+        lines = [f"{name:<{width}}  {type(style).__name__}()" for name, style in self.items()]
+        return "\n".join(
+            [*lines, *(f"# {name}: which layer is the last? not split" for name in self.unclear)]
+        )
 
 
 def auto_plan(module: nnx.Module) -> ProposedPlan:
     """Proposes how to split a model: column-split layers followed by a row-split one, in each module that holds them.
 
-    A module's own `nnx.Linear`s are split if the last one leads back to the width that the first one reads: it by rows, the
-    others of that width by columns. `nnx.MultiHeadAttention` is split by heads, `nnx.Embed` by rows. All else stays as it
-    is. Print the proposal and read it: a fused qkv layer must keep its heads whole, which only you can say
+    A module's own `nnx.Linear`s are split if one of them, the last, leads back to the width that all others read: it by
+    rows, the others by columns. Where several could be the last, the width of the model's norms and embeddings decides, then
+    the layer's name (`out`, `down`, `proj`, ...). `nnx.MultiHeadAttention` is split by heads, `nnx.Embed` by rows. All else
+    stays as it is. Print the proposal and read it: a fused qkv layer must keep its heads whole, which only you can say
     (`ColwiseParallel(heads=...)`).
 
     Args:
@@ -49,7 +78,7 @@ def auto_plan(module: nnx.Module) -> ProposedPlan:
         *.up    ColwiseParallel()
         *.down  RowwiseParallel()
     """
-    plan = ProposedPlan()
+    plan, widths, unclear = ProposedPlan(), _widths(module), []
     inside: list[tuple[Any, ...]] = []
     for path, found in sorted(nnx.iter_modules(module), key=lambda item: len(item[0])):
         if any(path[: len(outer)] == outer for outer in inside):
@@ -59,39 +88,54 @@ def auto_plan(module: nnx.Module) -> ProposedPlan:
             plan[_glob(path)] = AttentionParallel()
         elif isinstance(found, nnx.Embed):
             plan[_glob(path)] = RowwiseParallel()
-        else:
-            plan.update({_glob((*path, name)): style for name, style in _columns_then_row(found).items()})
+        elif (layers := _linear_children(found)) and len(layers) > 1:
+            last = _last(layers, widths)
+            if last is None:
+                unclear.append(_glob(path) or type(found).__name__)
+                continue
+            plan.update({_glob((*path, name)): ColwiseParallel() for name in layers if name != last})
+            plan[_glob((*path, last))] = RowwiseParallel()
     if not plan:
         raise ParallelizeError(
             f"auto_plan: {type(module).__name__} has no nnx.Linear layers that lead out of a width and back, no "
             f"nnx.MultiHeadAttention and no nnx.Embed. Write the plan by hand: {{'name': ColwiseParallel(), ...}}."
         )
+    plan.unclear = tuple(dict.fromkeys(unclear))
     return plan
 
 
-def _columns_then_row(module: Any) -> dict[str, ParallelStyle]:
-    layers = _linear_children(module)
-    if len(layers) < 2:
-        return {}
-    (*firsts, (last_name, last)), width = layers, layers[0][1].in_features
-    columns = [name for name, layer in firsts if layer.in_features == width]
-    if last.out_features != width or len(columns) != len(firsts):
-        return {}
-    return {**{name: ColwiseParallel() for name in columns}, last_name: RowwiseParallel()}
+def _last(layers: dict[str, nnx.Linear], widths: set[int]) -> str | None:
+    """The one layer that leads back to the width that all others read."""
+
+    def leads_back(name: str) -> bool:
+        read = {layer.in_features for other, layer in layers.items() if other != name}
+        return read == {layers[name].out_features}
+
+    candidates = [name for name in layers if leads_back(name)]
+    *_, final = layers
+    if final in candidates and all(name.startswith("layers.") for name in layers):
+        return final
+    for prefers in (lambda name: layers[name].out_features in widths, lambda name: name in LAST_NAMES):
+        if len(candidates) > 1:
+            candidates = [name for name in candidates if prefers(name)] or candidates
+    return candidates[0] if len(candidates) == 1 else None
 
 
-def _linear_children(module: Any) -> list[tuple[str, nnx.Linear]]:
-    """In the order in which they were set: for a list, by index."""
+def _widths(module: nnx.Module) -> set[int]:
+    """Of the stream between blocks, as norms and embeddings have it."""
+    found = [node for _, node in nnx.iter_modules(module)]
+    norms = {x.num_features for x in found if isinstance(x, nnx.LayerNorm | nnx.RMSNorm)}
+    return norms | {x.features for x in found if isinstance(x, nnx.Embed)}
+
+
+def _linear_children(module: Any) -> dict[str, nnx.Linear]:
+    """By name. Only those of an `nnx.Sequential` are in order: abstract modules have their attributes sorted by name."""
     if isinstance(module, nnx.Sequential):
-        return [(f"layers.{i}", x) for i, x in enumerate(module.layers) if isinstance(x, nnx.Linear)]
-    return [(name, x) for name, x in vars(module).items() if isinstance(x, nnx.Linear)]
+        return {f"layers.{i}": x for i, x in enumerate(module.layers) if isinstance(x, nnx.Linear)}
+    return {name: x for name, x in vars(module).items() if isinstance(x, nnx.Linear)}
 
 
 def _glob(path: tuple[Any, ...]) -> str:
     """`blocks.0.mlp.up` as `blocks.*.mlp.up`; an index at the end stays (`layers.0`)."""
     names = [str(part) for part in path]
     return ".".join("*" if name.isdigit() and i < len(names) - 1 else name for i, name in enumerate(names))
-
-
-def _short(style: ParallelStyle) -> str:
-    return f"{type(style).__name__}()"

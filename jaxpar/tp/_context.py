@@ -3,8 +3,7 @@
 q, k, v f32[B, H, T/c, E] of this rank's rows  -->  ring_attention  -->  f32[B, H, T/c, E]
 """
 
-import functools
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +11,7 @@ import jax
 from flax import nnx
 
 from jaxpar._errors import ParallelizeError
+from jaxpar._module import varying_axes
 from jaxpar.cp import ring_attention, sequence_positions
 from jaxpar.mesh import MeshLike
 from jaxpar.tp._style import Bound, ParallelStyle, bind
@@ -24,13 +24,14 @@ class ContextParallel(ParallelStyle):
     On a module without parameters that is called as `core(q, k, v)` with `q f32[B, ..., T, E]` and `k, v f32[B, ..., T, E]`,
     whose dims in between are heads (queries of a group side by side): it becomes `jaxpar.cp.ring_attention`. If it has
     a method `positions(length)`, that gives the global positions of this rank's rows (for rotary embeddings). On an
-    `nnx.MultiHeadAttention`: its `attention_fn` becomes the ring. Everything else of a transformer treats positions alone.
+    `nnx.MultiHeadAttention`: its `attention_fn` becomes the ring, causal if it is called with `is_causal=True`. Everything
+    else of a transformer treats positions alone.
 
     Moves over the axis: keys and values forward and backward, and their gradients; see `ring_attention`.
 
     Args:
         axis: the mesh axis; default the only one that `parallelize_module` was given.
-        causal: a row sees its own and earlier positions only.
+        causal: whether the module, as it computes elsewhere, lets a row see its own and earlier positions only.
         rotate: "allgather" or "ppermute".
 
     Source: `torch.distributed.tensor.experimental.context_parallel`, rows X1, X3; arXiv 2310.01889.
@@ -65,31 +66,28 @@ class ContextParallel(ParallelStyle):
         bind(name, module, self, _run_core, methods=methods)
 
 
-def _ring(style: ContextParallel) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-    assert style.axis is not None
-    return functools.partial(ring_attention, axis=style.axis, causal=style.causal, rotate=style.rotate)
-
-
 def _run_core(bound: Bound, original: Any, module: Any, *args: Any) -> jax.Array:
     """`core(q, k, v)`, or `core.positions(length)` with the rows that this rank has."""
     del module
     if original.func.__name__ == "positions":
         return sequence_positions(args[0] * jax.lax.axis_size(bound.axis), bound.axis)
     flat = [x.reshape(x.shape[0], -1, *x.shape[-2:]) for x in args]
-    return _ring(bound.style)(*flat).reshape(args[0].shape)
+    return _ring(bound, flat, causal=bound.style.causal).reshape(args[0].shape)
 
 
 def _run_flax(bound: Bound, original: Any, module: Any, *args: Any, **kwargs: Any) -> jax.Array:
     """Flax calls `attention_fn` with f32[B, T, H, E]."""
     if kwargs.get("mask") is not None:
         raise ParallelizeError(
-            f"{bound.where}: a mask for whole sequences was given; each rank has a part of them. Write ContextParallel(causal=True) and "
-            f"no mask, or call jaxpar.cp.ring_attention with segment_ids."
+            f"{bound.where}: a mask for whole sequences was given; each rank has a part of them. Call it with is_causal=True and no "
+            f"mask, or use jaxpar.cp.ring_attention with segment_ids."
         )
-    ring = _ring(bound.style)
 
-    def attention_fn(query: jax.Array, key: jax.Array, value: jax.Array, **_: Any) -> jax.Array:
-        return ring(*(x.swapaxes(-3, -2) for x in (query, key, value))).swapaxes(-3, -2)
+    def attention_fn(
+        query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool = False, **_: Any
+    ) -> jax.Array:
+        heads_first = [x.swapaxes(-3, -2) for x in (query, key, value)]
+        return _ring(bound, heads_first, causal=is_causal).swapaxes(-3, -2)
 
     attributes = vars(module)
     before = attributes["attention_fn"]
@@ -98,3 +96,12 @@ def _run_flax(bound: Bound, original: Any, module: Any, *args: Any, **kwargs: An
         return original(*args, **kwargs)
     finally:
         attributes["attention_fn"] = before
+
+
+def _ring(bound: Bound, qkv: Sequence[jax.Array], *, causal: bool) -> jax.Array:
+    if bound.axis not in varying_axes(qkv[0]):
+        raise ParallelizeError(
+            f"{bound.where}: queries {qkv[0].dtype}{list(qkv[0].shape)} are the same on all ranks of {bound.axis!r}: nobody has split the "
+            f"sequence, and every rank would take the whole for its part. Begin with x = jaxpar.cp.split_sequence(x, {bound.axis!r})."
+        )
+    return ring_attention(*qkv, bound.axis, causal=causal, rotate=bound.style.rotate)

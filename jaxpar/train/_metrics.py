@@ -110,5 +110,5 @@ def _check_types(means: PyTree, axes: tuple[str, ...]) -> None:
                 f"loss_fn's result {name!r} differs from device to device along mesh axis {other}, over which neither the batch "
                 f"nor its sequences are split ({axes}). If layers are split over it, some output was left sharded or unsummed: "
                 f"end with output_layouts=Replicate(), or take jaxpar.tp.cross_entropy of sharded logits. If it splits the "
-                f"batch, write TrainStep(..., batch_axes={(*axes, *other)})."
+                f"batch, write TrainStep(..., batch_axes={(*axes, *other)}); if its sequences, sequence_axes={other[0]!r}."
             )

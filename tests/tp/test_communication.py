@@ -132,7 +132,22 @@ def test_a_proposed_plan_is_megatrons() -> None:
         "blocks.*.mlp.down": "RowwiseParallel",
     }
     assert "blocks.*.mlp.down       RowwiseParallel()" in str(plan)
+    # Abstract modules have their attributes in another order.
+    assert {name: type(style) for name, style in auto_plan(nnx.eval_shape(Blocks)).items()} == {
+        name: type(style) for name, style in plan.items()
+    }
     mesh = init_device_mesh((4,), ("tp",), devices=jax.devices()[:4])
     model = parallelize_module(Blocks(), mesh, plan)
     x = jax.random.normal(jax.random.key(0), (BATCH, LENGTH, WIDTH))
     np.testing.assert_allclose(model(x), Blocks()(x), rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_not_clear_is_not_split_and_said_so() -> None:
+    class Square(nnx.Module):
+        def __init__(self) -> None:
+            self.a, self.b = (nnx.Linear(8, 8, rngs=nnx.Rngs(i)) for i in range(2))
+
+    model = nnx.List([Square(), nnx.Sequential(*[nnx.Linear(8, 8, rngs=nnx.Rngs(i)) for i in range(2)])])
+    plan = auto_plan(model)
+    assert list(plan) == ["*.layers.0", "*.layers.1"] and plan.unclear == ("0",)
+    assert "# 0: which layer is the last? not split" in str(plan)

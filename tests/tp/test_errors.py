@@ -16,6 +16,7 @@ from jaxpar.mesh import Partial, Replicate, Shard, init_device_mesh
 from jaxpar.tp import (
     AttentionParallel,
     ColwiseParallel,
+    ContextParallel,
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
@@ -203,3 +204,36 @@ def test_outputs_of_another_number_are_refused() -> None:
         ParallelizeError, match="input_layouts names 2 positional arguments, and the call has 1"
     ):
         traced(parallelize_module(MLP(), mesh["tp"], {"up": style}))
+
+
+def test_a_ring_of_a_sequence_that_nobody_split_is_refused() -> None:
+    mesh = init_device_mesh((4,), ("cp",), devices=jax.devices()[:4])
+    attention = nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0))
+    parallelize_module(attention, mesh, ContextParallel())
+    f = jax.shard_map(attention, mesh=mesh.jax_mesh, in_specs=P(), out_specs=P())
+    with pytest.raises(ParallelizeError, match=r"nobody has split the sequence.*split_sequence\(x, 'cp'\)"):
+        f(jnp.ones((2, 8, 4)))
+
+
+@pytest.mark.parametrize(
+    ("module", "match"),
+    [
+        (nnx.Linear(4, 4, rngs=nnx.Rngs(0)), "does not handle Linear"),
+        (nnx.MultiHeadAttention(2, 4, dropout_rate=0.1, decode=False, rngs=nnx.Rngs(0)), "dropout_rate=0.1"),
+    ],
+)
+def test_what_cannot_be_a_ring_is_refused(module: Any, match: str) -> None:
+    with pytest.raises(ParallelizeError, match=match):
+        parallelize_module(module, mesh_of(), ContextParallel())
+
+
+def test_a_ring_takes_no_mask() -> None:
+    mesh = init_device_mesh((4,), ("cp",), devices=jax.devices()[:4])
+    attention = parallelize_module(
+        nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0)), mesh, ContextParallel()
+    )
+    f = lambda x: attention(x, mask=jnp.ones((1, 1, 2, 2), bool))  # noqa: E731
+    with pytest.raises(ParallelizeError, match="a mask for whole sequences was given"):
+        jax.shard_map(f, mesh=mesh.jax_mesh, in_specs=P(None, "cp"), out_specs=P(None, "cp"))(
+            jnp.ones((2, 8, 4))
+        )

@@ -9,10 +9,12 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.cp import join_sequence, split_sequence
 from jaxpar.mesh import DeviceMesh, Partial, Replicate, Shard, init_device_mesh
 from jaxpar.tp import (
     AttentionParallel,
     ColwiseParallel,
+    ContextParallel,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
     RowwiseParallel,
@@ -195,10 +197,18 @@ SPLIT_INSIDE = PrepareModuleInputOutput(
 )
 
 
-@pytest.mark.parametrize(("num_ranks", "overlap"), [(2, False), (4, False), (4, True)])
-def test_sequence_parallel_equals_one_device(num_ranks: int, overlap: bool) -> None:
+class RematGated(Gated):
+    """Computed again in the backward, collectives too."""
+
+    __call__ = nnx.remat(Gated.__call__)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "overlap", "kind"), [(2, False, Gated), (4, False, RematGated), (4, True, Gated)]
+)
+def test_sequence_parallel_equals_one_device(num_ranks: int, overlap: bool, kind: type[Gated]) -> None:
     mesh = init_device_mesh((num_ranks,), ("tp",), devices=jax.devices()[:num_ranks])
-    make = lambda: on_mesh(noisy_bias(Pair(nnx.Sequential(Gated()), Identity())), mesh)  # noqa: E731
+    make = lambda: on_mesh(noisy_bias(Pair(nnx.Sequential(kind()), Identity())), mesh)  # noqa: E731
     plan = {
         "first": SPLIT_INSIDE,
         "**.norm": SequenceParallel(),
@@ -223,6 +233,23 @@ def test_multi_head_attention_equals_one_device(layout: Any) -> None:
     plan |= {} if layout == Replicate() else {"first": SPLIT_INSIDE}
     ours = on_ranks(parallelize_module(make(), mesh, plan), mesh, X)
     assert_equal(ours, on_ranks(make(), mesh, X))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_over_a_split_sequence_equals_one_device(is_causal: bool) -> None:
+    mesh = init_device_mesh((4,), ("cp",), devices=jax.devices()[:4])
+    attention = on_mesh(noisy_bias(nnx.MultiHeadAttention(2, 4, 8, decode=False, rngs=rngs())), mesh)
+    x = jax.random.normal(jax.random.key(5), (2, 16, 4))
+    expected = attention(x, is_causal=is_causal)
+    parallelize_module(attention, mesh, ContextParallel(rotate="ppermute"))
+    np.testing.assert_allclose(attention(x, is_causal=is_causal), expected, rtol=1e-5, atol=1e-6)
+
+    def local(x: jax.Array) -> jax.Array:
+        y = attention(split_sequence(x, "cp"), is_causal=is_causal)
+        return join_sequence(y, "cp", invariant=True)
+
+    ours = jax.jit(jax.shard_map(local, mesh=mesh.jax_mesh, in_specs=P(), out_specs=P()))(x)
+    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
 
 
 class GroupedQuery(nnx.Module):
