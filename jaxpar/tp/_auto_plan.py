@@ -132,6 +132,8 @@ def _linear_children(module: Any) -> dict[str, nnx.Linear]:
     """By name. Only those of an `nnx.Sequential` are in order: abstract modules have their attributes sorted by name."""
     if isinstance(module, nnx.Sequential):
         return {f"layers.{i}": x for i, x in enumerate(module.layers) if isinstance(x, nnx.Linear)}
+    if isinstance(module, nnx.List | nnx.Dict):  # says nothing of how its members are used
+        return {}
     return {name: x for name, x in vars(module).items() if isinstance(x, nnx.Linear)}
 
 

@@ -55,6 +55,12 @@ class ContextParallel(ParallelStyle):
                     f"parallelize_module: {name} drops attention weights (dropout_rate={module.dropout_rate}), which are never "
                     f"whole in a ring. Write nnx.MultiHeadAttention(..., dropout_rate=0.0), and drop its output."
                 )
+            if module.attention_fn is not nnx.dot_product_attention:
+                raise ParallelizeError(
+                    f"parallelize_module: {name} has an attention_fn of its own, {module.attention_fn!r}, and a ring computes "
+                    f"softmax(q k^T) v, in its place. Leave attention_fn out and call the attention with is_causal=True or "
+                    f"False."
+                )
             bind(name, module, self, _run_flax)
             return
         if jax.tree.leaves(nnx.state(module, nnx.Param)) or not callable(module):

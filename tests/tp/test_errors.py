@@ -220,6 +220,10 @@ def test_a_ring_of_a_sequence_that_nobody_split_is_refused() -> None:
     [
         (nnx.Linear(4, 4, rngs=nnx.Rngs(0)), "does not handle Linear"),
         (nnx.MultiHeadAttention(2, 4, dropout_rate=0.1, decode=False, rngs=nnx.Rngs(0)), "dropout_rate=0.1"),
+        (
+            nnx.MultiHeadAttention(2, 4, attention_fn=print, decode=False, rngs=nnx.Rngs(0)),
+            "attention_fn of its own",
+        ),
     ],
 )
 def test_what_cannot_be_a_ring_is_refused(module: Any, match: str) -> None:
