@@ -47,6 +47,7 @@ def main() -> None:
         check_batch(args, num_parts=math.prod(map(mesh.size, parallel.BATCH_AXES)))
         text = read_text(args)
         config = model_config(args)
+        check_heads(config, mesh.size("tp"))
     except (ValueError, FileNotFoundError) as error:  # a flag is wrong: its message says all
         sys.exit(f"train_lm.py: {error}")
     train(args, config, text, mesh)
@@ -179,6 +180,15 @@ def check_batch(args: argparse.Namespace, *, num_parts: int) -> None:
         raise ValueError(
             f"--batch {args.batch} is not a multiple of {num_parts} devices times --accumulate {args.accumulate}: every "
             f"device computes the same number of rows in each part. Write {choices}."
+        )
+
+
+def check_heads(config: TransformerConfig, tp: int) -> None:
+    """Do the key/value heads split over tp?"""
+    if config.kv_heads % tp:
+        raise ValueError(
+            f"--mesh has tp={tp}, and the model {config.kv_heads} key/value heads: a head is never cut. Write a tp that divides "
+            f"{config.kv_heads}, or take a larger --preset."
         )
 
 

@@ -151,5 +151,7 @@ def test_the_mesh_of_the_wrapping_must_split_the_batch() -> None:
     mesh = init_device_mesh((2, 2), ("dp", "tp"), devices=jax.devices()[:4])
     model = DistributedDataParallel(_net(), mesh["dp"])
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    with pytest.raises(ParallelizeError, match=r"over the axes \('dp',\), but batch_axes=\('dp', 'tp'\)"):
+    with pytest.raises(
+        ParallelizeError, match=r"over the axes \('dp',\), but the step sums over \('dp', 'tp'\)"
+    ):
         jaxpar.TrainStep(lambda m, x: m(x).mean(), model, optimizer, mesh=mesh, batch_axes=("dp", "tp"))

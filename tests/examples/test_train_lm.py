@@ -14,6 +14,7 @@ import flags
 import train_lm
 from jaxpar_launch import launch
 from report import Delayed, Report
+from transformer import preset
 
 SCRIPT = Path(train_lm.__file__)
 TINY = "--preset tiny --depth 1 --seq 32 --steps 30 --batch 8 --accumulate 2 --lr 1e-2 --eval-every 20"
@@ -76,6 +77,12 @@ def test_batch_that_does_not_divide_names_the_next_ones(batch: int, choices: str
     with pytest.raises(ValueError, match=rf"2 devices times --accumulate 2.*Write {choices}\."):
         train_lm.check_batch(args, num_parts=2)
     train_lm.check_batch(argparse.Namespace(batch=32, accumulate=2), num_parts=2)
+
+
+def test_heads_are_not_cut() -> None:
+    with pytest.raises(ValueError, match="tp=4, and the model 2 key/value heads"):
+        train_lm.check_heads(preset("tiny"), 4)
+    train_lm.check_heads(preset("tiny"), 2)
 
 
 def test_help_has_the_commands_to_start_with(capsys: pytest.CaptureFixture[str]) -> None:

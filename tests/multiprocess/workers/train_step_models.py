@@ -60,7 +60,6 @@ MODELS = {"MLP": MLP, "ResNet": ResNet, "Transformer": Transformer}
 CASES = (
     ("MLP", 1, "ddp"),
     ("ResNet", 1, "ddp"),
-    ("Transformer", 2, "ddp"),
     ("Transformer", 2, "fsdp"),
     ("Transformer", 1, "hsdp"),
     ("Transformer", 1, "tp"),
