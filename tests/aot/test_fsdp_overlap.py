@@ -98,7 +98,7 @@ def test_nine_tenths_of_the_bytes_travel_under_matmuls(num_devices: int) -> None
 
 def test_without_prefetch_gathers_travel_alone_and_blocks_add_their_inputs_to_memory() -> None:
     """One test for both: they look at the same programs, whose compilation is what takes time."""
-    small, mesh = compiled_step(4)
+    small, mesh = compiled_step(4, keep_blocks=False)
     without, _ = compiled_step(4, prefetch=0)
     shares = [
         overlap(compiled, mesh=mesh).select("all_gather").overlapped_fraction for compiled in (small, without)
