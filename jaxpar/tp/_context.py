@@ -110,4 +110,5 @@ def _ring(bound: Bound, qkv: Sequence[jax.Array], *, causal: bool) -> jax.Array:
             f"{bound.where}: queries {qkv[0].dtype}{list(qkv[0].shape)} are the same on all ranks of {bound.axis!r}: nobody has split the "
             f"sequence, and every rank would take the whole for its part. Begin with x = jaxpar.cp.split_sequence(x, {bound.axis!r})."
         )
-    return ring_attention(*qkv, bound.axis, causal=causal, rotate=bound.style.rotate)
+    q, k, v = qkv
+    return ring_attention(q, k, v, bound.axis, causal=causal, rotate=bound.style.rotate)
