@@ -76,6 +76,11 @@ class ColwiseParallel(ParallelStyle):
             check_overlap(name, module, "input_layouts", self.input_layouts)
         style = self
         if self._is_replicated(name, mesh):
+            if self.overlap:
+                raise ParallelizeError(
+                    f"parallelize_module: {name} has heads={self.heads}, fewer than there are ranks of {self.axis!r}, so its parameters "
+                    f"stay whole, and overlap=True is for split ones. Drop overlap from this layer."
+                )
             mark_partial_sums(module, self.axis, tuple(cut.name for cut in columns.cuts))
         else:
             split_parameters(name, module, columns.cuts, self.axis, mesh)

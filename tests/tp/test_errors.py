@@ -56,6 +56,7 @@ def mesh_of(num_ranks: int = 4) -> Any:
         ({"up": ColwiseParallel(heads=6)}, r"up has 6 heads, which do not divide by tp=4 ranks: 6 % 4 = 2"),
         ({"up": ColwiseParallel(heads=3, replicate_heads=True)}, r"up has 3 heads.*\(or divide them"),
         ({"down": RowwiseParallel(output_layouts=Partial())}, "nothing around it sums"),
+        ({"up": ColwiseParallel(heads=2, replicate_heads=True, overlap=True, input_layouts=Shard(1))}, "Drop overlap from this layer"),
         ({"up": ColwiseParallel(overlap=True)}, r"overlap=True on up \(Linear, input_layouts=Replicate"),
         ({"down": RowwiseParallel(overlap=True)}, r"overlap=True on down \(Linear, output_layouts=Replicate"),
         ({"up": ColwiseParallel(), "u*": ColwiseParallel()}, "is split over 'tp' already"),
