@@ -26,6 +26,17 @@ class ParallelizeError(JaxparError, ValueError):
     """A model cannot be parallelised as asked: nothing to train, unknown path, wrong mesh axis."""
 
 
+class ScheduleError(JaxparError, ValueError):
+    """A pipeline schedule breaks a law, cannot be read, or is not defined for the numbers asked.
+
+    `law` names the law: grammar, ownership, completeness, order, matching, progress, memory or definition.
+    """
+
+    def __init__(self, message: str, *, law: str = "") -> None:
+        super().__init__(message)
+        self.law = law
+
+
 class BatchError(JaxparError, ValueError):
     """A batch does not fit the mesh, the accumulation count or the loss."""
 

@@ -1,0 +1,1 @@
+"""Schedule -> Schedule: each file one rewriting of the grid."""

@@ -1,0 +1,68 @@
+"""Put bubbles where a rank waits, or take them away: the order of actions stays.
+
+0F0 0B0     with_bubbles     0F0  .   .  0B0       every action takes one tick and starts as early as it can
+1F0 1B0     ----------->      .  1F0 1B0
+"""
+
+from jaxpar.pp._schedule._action import COMMUNICATION, COMPUTE, Action, Op
+from jaxpar.pp._schedule._grid import Rows
+from jaxpar.pp._schedule._needs import Where, key, receiver_of
+from jaxpar.pp._schedule._schedule import Schedule
+from jaxpar.pp._schedule._walk import walk, waits_for
+
+
+def with_bubbles(schedule: Schedule) -> Schedule:
+    """The same order, every action at the earliest tick at which its inputs are there; one tick per action.
+
+    Args:
+        schedule: Any schedule; its own bubbles are dropped first.
+
+    Returns:
+        A grid whose columns are ticks: what an action uses stands in an earlier column, on whatever rank.
+
+    Example:
+        >>> print(with_bubbles(Schedule([["0F0", "0B0"], ["1F0", "1B0"]])))
+        rank 0 | 0F0  .   .  0B0
+        rank 1 |  .  1F0 1B0  .
+    """
+    return _rebuilt(schedule, earliest_rows(schedule.rows, schedule.cells, schedule.rank_of_stage))
+
+
+def without_bubbles(schedule: Schedule) -> Schedule:
+    """The same order with nothing between the actions.
+
+    Args:
+        schedule: Any schedule.
+
+    Example:
+        >>> without_bubbles(Schedule([["0F0", "", "0B0"]])).to_csv()
+        '0F0,0B0\\n'
+    """
+    return _rebuilt(schedule, [[action for action in row if action is not None] for row in schedule.rows])
+
+
+def earliest_rows(rows: Rows, where: Where, rank_of_stage: tuple[int, ...]) -> list[list[Action | None]]:
+    """Rows in which every action stands at its earliest tick."""
+    tick_of: dict[tuple[int, Op, int], int] = {}
+    spaced: list[list[Action | None]] = [[] for _ in rows]
+    for rank, step in walk(rows, where, rank_of_stage).order:
+        action = rows[rank][step]
+        assert action is not None
+        row, tick = spaced[rank], len(spaced[rank])
+        for part in action.parts:
+            if part.op in COMPUTE:
+                for wanted in waits_for(part, where, rank_of_stage):
+                    tick = max(tick, tick_of[wanted] + 1)
+        row.extend([None] * (tick - len(row)))
+        row.append(action)
+        for part in action.parts:
+            if part.op in COMPUTE:
+                tick_of[key(part)] = tick
+            elif part.op in COMMUNICATION:
+                message = key(receiver_of(part) if part.op in (Op.SEND_F, Op.SEND_B) else part)
+                tick_of[message] = max(tick, tick_of.get(message, 0))
+    return spaced
+
+
+def _rebuilt(schedule: Schedule, rows: Rows) -> Schedule:
+    return Schedule(rows, schedule.rank_of_stage, memory_limit=schedule.memory_limit)
