@@ -6,7 +6,7 @@ ownership -> completeness -> order -> matching -> progress -> memory: each may r
 from collections.abc import Iterator
 
 from jaxpar._errors import ScheduleError
-from jaxpar.pp._schedule._action import BACKWARD, COMMUNICATION, COMPUTE, OF_A_STAGE, Action, Op
+from jaxpar.pp._schedule._action import COMMUNICATION, COMPUTE, OF_A_STAGE, Action, Op
 from jaxpar.pp._schedule._grid import Rows, grid
 from jaxpar.pp._schedule._live import peak_live
 from jaxpar.pp._schedule._needs import (

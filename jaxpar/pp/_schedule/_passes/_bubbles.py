@@ -8,7 +8,7 @@ from jaxpar.pp._schedule._action import COMMUNICATION, COMPUTE, Action, Op
 from jaxpar.pp._schedule._grid import Rows
 from jaxpar.pp._schedule._needs import Where, key, receiver_of
 from jaxpar.pp._schedule._schedule import Schedule
-from jaxpar.pp._schedule._walk import walk, waits_for
+from jaxpar.pp._schedule._walk import waits_for, walk
 
 
 def with_bubbles(schedule: Schedule) -> Schedule:
