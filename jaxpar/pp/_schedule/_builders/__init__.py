@@ -1,0 +1,1 @@
+"""The named schedules: each file one of them, a row for every rank."""

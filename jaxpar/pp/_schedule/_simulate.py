@@ -1,0 +1,78 @@
+"""Give a schedule a clock: when does every action start, if each takes what it costs?
+
+    rank 0 |0F0|0F1|        |0B0    |...     an action starts when its rank is free and its input has come
+                \\-->  1F1     /              a message enters its link when it is made and the link is free
+    rank 1     |0F1|1B0    |...
+"""
+
+from jaxpar.pp._schedule._action import COMMUNICATION, Op
+from jaxpar.pp._schedule._costs import Costs
+from jaxpar.pp._schedule._links import Links, Step
+from jaxpar.pp._schedule._lockstep import in_lockstep
+from jaxpar.pp._schedule._schedule import Schedule
+from jaxpar.pp._schedule._timeline import Event, Timeline
+from jaxpar.pp._schedule._walk import walk
+
+_UNIT = Costs()
+
+
+def simulate(schedule: Schedule, costs: Costs = _UNIT, *, lockstep: bool = False) -> Timeline:
+    """Run a schedule on a clock; time is linear in the number of actions.
+
+    Every rank walks its own row; bubbles of the grid are ignored. An action starts when its rank is free and what
+    it waits for has come, and keeps its rank for `costs.of(action)`; an overlapped pair starts and ends as one.
+    What crosses ranks is a message: it is posted when its producer ends or, in a grid that spells messages out, when
+    the sender reaches the SEND (a RECV waits for nothing; the computation does). Messages on one link (two ranks,
+    one direction) follow each other, each occupies it for `costs.on_link(stage)` and arrives `costs.latency` later.
+
+    With `lockstep` the schedule is a tick loop, as in one compiled program: its columns are ticks, and a tick lasts
+    as long as its slowest rank, then as long as its messages. Columns in which something stands beside or before
+    its own input are spaced first, as `with_bubbles` does; SENDs and RECVs are dropped, since a tick loop exchanges
+    at the end of every tick.
+
+    Args:
+        schedule: Any schedule.
+        costs: Durations, link and memory; by default F = I = W = 1, B = 2 and messages that take no time.
+        lockstep: Whether all ranks wait for each other after every action.
+
+    Returns:
+        The timeline: makespan, bubble, memory, critical path.
+
+    Raises:
+        ScheduleError: Law definition: the costs have a tuple whose length is not the number of stages.
+
+    Example:
+        >>> one_f_one_b = Schedule([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])
+        >>> simulate(one_f_one_b).makespan, simulate(one_f_one_b, Costs(latency=0.5)).makespan
+        (9.0, 10.0)
+    """
+    costs.check_stages(schedule.n_stages)
+    return in_lockstep(schedule, costs) if lockstep else _event_driven(schedule, costs)
+
+
+def _event_driven(schedule: Schedule, costs: Costs) -> Timeline:
+    rows, posts_by_hand = schedule.rows, schedule.has_communication
+    links = Links(costs, schedule.rank_of_stage)
+    events: list[list[Event]] = [[] for _ in rows]
+    last: list[Step | None] = [None] * len(rows)
+    for rank, step in walk(rows, schedule.cells, schedule.rank_of_stage).order:
+        action = rows[rank][step]
+        assert action is not None
+        after = last[rank]
+        start = 0.0 if after is None else after.item.end
+        if action.op in COMMUNICATION:
+            if action.op in (Op.SEND_F, Op.SEND_B):
+                links.post(action, start, after)
+            continue
+        for part in action.parts:
+            message = links.come_for(part)
+            if message is not None and message.item.arrival > start:
+                start, after = message.item.arrival, message
+        event = Event(rank, action, start, start + costs.of(action))
+        events[rank].append(event)
+        done = last[rank] = Step(event, after)
+        if not posts_by_hand:
+            for part in action.parts:
+                links.post(part, event.end, done)
+    slowest = max((step for step in last if step is not None), key=lambda step: step.item.end)
+    return Timeline(schedule, costs, tuple(map(tuple, events)), tuple(links.messages), slowest.path())
