@@ -73,6 +73,10 @@ class Action:
     def __post_init__(self) -> None:
         if type(self.op) is not Op:
             object.__setattr__(self, "op", _op(self.op))
+        is_plain = not self.sub_actions and self.op != Op.OVERLAP_F_B
+        if is_plain and self.stage >= 0 and (self.microbatch is None) == (self.op in OF_A_STAGE):
+            if self.microbatch is None or self.microbatch >= 0:
+                return
         if self.stage < 0 or (self.microbatch is not None and self.microbatch < 0):
             raise _wrong(repr(self), "stages and microbatches are counted from 0")
         if (self.microbatch is None) != (self.op in OF_A_STAGE):

@@ -16,7 +16,7 @@ from jaxpar.pp._schedule._builders import (
 from jaxpar.pp._schedule._builders._builder import Builder, Shape
 from jaxpar.pp._schedule._grid import Rows
 from jaxpar.pp._schedule._passes._bubbles import earliest_rows
-from jaxpar.pp._schedule._laws import find_cells
+from jaxpar.pp._schedule._scan import find_cells
 from jaxpar.pp._schedule._schedule import Schedule
 
 BUILDERS: tuple[Builder, ...] = (
@@ -62,7 +62,7 @@ def get_schedule(
     shape = _checked(builder, n_ranks, n_microbatches, wanted)
     rank_of_stage = builder.place(shape.n_ranks, shape.stages_per_rank)
     rows: Rows = [list(builder.row(shape, rank)) for rank in range(shape.n_ranks)]
-    return Schedule(earliest_rows(rows, find_cells(rows), rank_of_stage), rank_of_stage)
+    return Schedule(earliest_rows(rows, find_cells(rows, rank_of_stage)), rank_of_stage)
 
 
 def schedule_names(*, stages_per_rank: int | None = None) -> tuple[str, ...]:
@@ -88,7 +88,9 @@ def find_builder(name: str) -> Builder:
         if name.lower() in (known.lower() for known in (builder.name, *builder.aliases)):
             return builder
     known = ", ".join(" / ".join((builder.name, *builder.aliases)) for builder in BUILDERS)
-    raise ScheduleError(f"get_schedule: no schedule is called {name!r}. The names are {known}.", law="definition")
+    raise ScheduleError(
+        f"get_schedule: no schedule is called {name!r}. The names are {known}.", law="definition"
+    )
 
 
 def _checked(builder: Builder, n_ranks: int, n_microbatches: int, stages_per_rank: int) -> Shape:

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import Literal, TextIO
 
 from jaxpar._errors import ScheduleError
-from jaxpar.pp._schedule._action import COMMUNICATION, COMPUTE, Action, Op
+from jaxpar.pp._schedule._action import Action, Op
+from jaxpar.pp._schedule._cells import Cells
 from jaxpar.pp._schedule._csv import read_rows, write_rows
 from jaxpar.pp._schedule._grid import Rows, grid
-from jaxpar.pp._schedule._laws import check_laws, find_cells, find_owners
+from jaxpar.pp._schedule._laws import check_laws
 from jaxpar.pp._schedule._live import peak_live
-from jaxpar.pp._schedule._needs import Where
+from jaxpar.pp._schedule._scan import find_cells, find_owners
 
 Cell = Action | str | None
 
@@ -68,7 +69,7 @@ class Schedule:
         object.__setattr__(self, "rows", actions)
         object.__setattr__(self, "rank_of_stage", owners)
         object.__setattr__(self, "memory_limit", limit)
-        check_laws(actions, owners, limit)
+        check_laws(actions, self.cells, limit)
 
     def __hash__(self) -> int:
         return self._hash
@@ -126,31 +127,31 @@ class Schedule:
     @functools.cached_property
     def n_microbatches(self) -> int:
         """Microbatches of one step."""
-        return 1 + max((microbatch for _, _, microbatch in self.cells), default=-1)
+        return len(self.cells.steps[Op.F][0])
 
     @functools.cached_property
-    def cells(self) -> Where:
+    def cells(self) -> Cells:
         """Where each action of a microbatch stands: (stage, op, microbatch) -> (rank, step).
 
         >>> Schedule([["0F0", "", "0B0"]]).cells[0, Op.B, 0]
         (0, 2)
         """
-        return find_cells(self.rows)
+        return find_cells(self.rows, self.rank_of_stage)
 
     @functools.cached_property
     def ops(self) -> frozenset[Op]:
-        """The ops that occur, those of overlapped pairs too."""
+        """The ops that occur; of overlapped pairs those of the parts too."""
         return frozenset(part.op for row in self.rows for a in row if a is not None for part in (a, *a.parts))
 
     @property
     def is_forward_only(self) -> bool:
         """Whether there is no backward, as in evaluation."""
-        return not self.ops & (COMPUTE - {Op.F})
+        return not any(any(self.cells.steps[op]) for op in (Op.B, Op.I))
 
     @property
     def has_communication(self) -> bool:
         """Whether sends and receives are spelled out."""
-        return bool(self.ops & COMMUNICATION)
+        return self.cells.is_lowered
 
     def stages_of_rank(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank holds, ascending.

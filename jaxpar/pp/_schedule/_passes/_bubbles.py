@@ -4,11 +4,11 @@
 1F0 1B0     ----------->      .  1F0 1B0
 """
 
-from jaxpar.pp._schedule._action import COMMUNICATION, COMPUTE, Action, Op
+from jaxpar.pp._schedule._action import COMPUTE, Action
+from jaxpar.pp._schedule._cells import Cells
 from jaxpar.pp._schedule._grid import Rows
-from jaxpar.pp._schedule._needs import Where, key, receiver_of
 from jaxpar.pp._schedule._schedule import Schedule
-from jaxpar.pp._schedule._walk import waits_for, walk
+from jaxpar.pp._schedule._walk import walk
 
 
 def with_bubbles(schedule: Schedule) -> Schedule:
@@ -25,7 +25,7 @@ def with_bubbles(schedule: Schedule) -> Schedule:
         rank 0 | 0F0  .   .  0B0
         rank 1 |  .  1F0 1B0  .
     """
-    return _rebuilt(schedule, earliest_rows(schedule.rows, schedule.cells, schedule.rank_of_stage))
+    return _rebuilt(schedule, earliest_rows(schedule.rows, schedule.cells))
 
 
 def without_bubbles(schedule: Schedule) -> Schedule:
@@ -41,26 +41,20 @@ def without_bubbles(schedule: Schedule) -> Schedule:
     return _rebuilt(schedule, [[action for action in row if action is not None] for row in schedule.rows])
 
 
-def earliest_rows(rows: Rows, where: Where, rank_of_stage: tuple[int, ...]) -> list[list[Action | None]]:
+def earliest_rows(rows: Rows, cells: Cells) -> list[list[Action | None]]:
     """Rows in which every action stands at its earliest tick."""
-    tick_of: dict[tuple[int, Op, int], int] = {}
     spaced: list[list[Action | None]] = [[] for _ in rows]
-    for rank, step in walk(rows, where, rank_of_stage).order:
-        action = rows[rank][step]
+    tick_of = [[0] * len(row) for row in rows]
+    for rank, step in walk(rows, cells).order:
+        action, row = rows[rank][step], spaced[rank]
         assert action is not None
-        row, tick = spaced[rank], len(spaced[rank])
+        tick = len(row)
         for part in action.parts:
-            if part.op in COMPUTE:
-                for wanted in waits_for(part, where, rank_of_stage):
-                    tick = max(tick, tick_of[wanted] + 1)
+            if part.op in COMPUTE and (cell := cells.awaited(part)) is not None:
+                tick = max(tick, tick_of[cell[0]][cell[1]] + 1)
         row.extend([None] * (tick - len(row)))
         row.append(action)
-        for part in action.parts:
-            if part.op in COMPUTE:
-                tick_of[key(part)] = tick
-            elif part.op in COMMUNICATION:
-                message = key(receiver_of(part) if part.op in (Op.SEND_F, Op.SEND_B) else part)
-                tick_of[message] = max(tick, tick_of.get(message, 0))
+        tick_of[rank][step] = tick
     return spaced
 
 
