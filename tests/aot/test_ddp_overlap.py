@@ -5,7 +5,9 @@ compute) travel under a matrix product. The negative control is one bucket: its 
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +36,7 @@ def loss_fn(model: Transformer, tokens: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-def compiled_step(num_devices: int, **options: int):
+def compiled_step(compile_for_gpu: Callable[..., Any], num_devices: int, **options: int):
     mesh = jaxpar.init_device_mesh((num_devices,), ("dp",), devices=topology("h100", num_devices=num_devices))
     model = nnx.eval_shape(lambda: Transformer(CONFIG, rngs=nnx.Rngs(0)))
     DistributedDataParallel(model, mesh, **options)
@@ -42,12 +44,14 @@ def compiled_step(num_devices: int, **options: int):
     step = jaxpar.TrainStep(loss_fn, model, optimizer, mesh=mesh)
     tokens = jax.ShapeDtypeStruct((num_devices, 1025), jnp.int32)
     num_bytes = sum(4 * x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    return step.lower(tokens).compile(), mesh, num_bytes
+    return compile_for_gpu(step.lower(tokens)), mesh, num_bytes
 
 
 @pytest.mark.parametrize("num_devices", [64, 4096])
-def test_every_bucket_is_one_asynchronous_all_reduce_under_a_matmul(num_devices: int) -> None:
-    compiled, mesh, num_bytes = compiled_step(num_devices)
+def test_every_bucket_is_one_asynchronous_all_reduce_under_a_matmul(
+    num_devices: int, compile_for_gpu: Callable[..., Any]
+) -> None:
+    compiled, mesh, num_bytes = compiled_step(compile_for_gpu, num_devices)
     table, report = collectives(compiled, mesh=mesh), overlap(compiled, mesh=mesh)
     # head | 3 x (down, up + gate, out + qkv) | embedding | the norms | loss
     assert table.bytes("all_reduce", "dp") == table.bytes() == num_bytes + 4
@@ -56,7 +60,8 @@ def test_every_bucket_is_one_asynchronous_all_reduce_under_a_matmul(num_devices:
     assert report.overlapped_fraction >= 0.8
 
 
-def test_one_bucket_cannot_overlap() -> None:
-    compiled, mesh, num_bytes = compiled_step(64, bucket_bytes=1 << 60, first_bucket_bytes=1 << 60)
+def test_one_bucket_cannot_overlap(compile_for_gpu: Callable[..., Any]) -> None:
+    one = {"bucket_bytes": 1 << 60, "first_bucket_bytes": 1 << 60}
+    compiled, mesh, _ = compiled_step(compile_for_gpu, 64, **one)
     assert collectives(compiled, mesh=mesh).count("all_reduce") == 2
     assert overlap(compiled, mesh=mesh).overlapped_fraction < 0.1
