@@ -3,16 +3,16 @@
 posted     occupies its link for costs.on_link(stage)     arrives costs.latency later
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from jaxpar.pp._schedule._action import BACKWARD, Action, Op
+from jaxpar.pp._schedule._action import Action, Op
 from jaxpar.pp._schedule._costs import Costs
 from jaxpar.pp._schedule._timeline import Event, Message
 
-Inbox = tuple[int, bool, int | None]  # stage that waits, whether for an activation, microbatch
+_FORWARD, _BACKWARD = (Op.F, Op.SEND_F), (Op.B, Op.I, Op.SEND_B)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Step:
     """An event or a message, and the step that handed over to it last: the chain behind is the critical path."""
 
@@ -28,36 +28,48 @@ class Step:
         return tuple(reversed(found))
 
 
-@dataclass
 class Links:
     """Carries messages; remembers when each link is free and what has come for whom."""
 
-    costs: Costs
-    rank_of_stage: tuple[int, ...]
-    messages: list[Message] = field(default_factory=list)
-    inbox: dict[Inbox, Step] = field(default_factory=dict)
-    last: dict[tuple[int, int], Step] = field(default_factory=dict)
-
-    def post(self, part: Action, at: float, after: Step | None) -> Step | None:
-        """Send what `part`, a computation or a SEND, hands to another rank; None if it hands over nothing."""
-        is_forward = part.op in (Op.F, Op.SEND_F)
-        if not is_forward and part.op not in BACKWARD and part.op != Op.SEND_B:
-            return None
-        receiver = part.stage + (1 if is_forward else -1)
-        if not 0 <= receiver < len(self.rank_of_stage):
-            return None
-        link = source, target = self.rank_of_stage[part.stage], self.rank_of_stage[receiver]
-        if source == target:
-            return None
-        earlier = self.last.get(link)
-        if earlier is not None and earlier.item.end > at:
-            at, after = earlier.item.end, earlier
-        end = at + self.costs.on_link(part.stage)
-        message = Message(source, target, part, at, end, end + self.costs.latency)
-        self.messages.append(message)
-        step = self.last[link] = self.inbox[receiver, is_forward, part.microbatch] = Step(message, after)
-        return step
+    def __init__(self, costs: Costs, rank_of_stage: tuple[int, ...]) -> None:
+        self.messages: list[Message] = []
+        self._came: dict[
+            tuple[int, bool, int | None], Step
+        ] = {}  # by stage, whether it is an activation, microbatch
+        self._last: dict[tuple[int, int], Step] = {}
+        self._latency = costs.latency
+        self._time_on_link = [costs.on_link(stage) for stage in range(len(rank_of_stage))]
+        self._route: dict[
+            tuple[Op, int], tuple[int, int]
+        ] = {}  # link of each op and stage that sends to another rank
+        self._receives: set[tuple[Op, int]] = set()
+        for stage in range(len(rank_of_stage) - 1):
+            here, there = rank_of_stage[stage], rank_of_stage[stage + 1]
+            if here != there:
+                self._route |= {(op, stage): (here, there) for op in _FORWARD}
+                self._route |= {(op, stage + 1): (there, here) for op in _BACKWARD}
+                self._receives |= {(Op.F, stage + 1), (Op.B, stage), (Op.I, stage)}
 
     def come_for(self, part: Action) -> Step | None:
         """The message that `part` uses; None if its input is of its own rank."""
-        return self.inbox.get((part.stage, part.op is Op.F, part.microbatch)) if part.op is not Op.W else None
+        if (part.op, part.stage) not in self._receives:
+            return None
+        return self._came[part.stage, part.op == Op.F, part.microbatch]
+
+    def post(self, part: Action, at: float, after: Step | None) -> Step | None:
+        """Send what `part`, a computation or a SEND, hands to another rank; None if it hands over nothing."""
+        link = self._route.get((part.op, part.stage))
+        if link is None:
+            return None
+        earlier = self._last.get(link)
+        if earlier is not None and earlier.item.end > at:
+            at, after = earlier.item.end, earlier
+        end = at + self._time_on_link[part.stage]
+        message = Message(*link, part, at, end, end + self._latency)
+        self.messages.append(message)
+        is_forward = part.op in _FORWARD
+        step = Step(message, after)
+        self._came[part.stage + (1 if is_forward else -1), is_forward, part.microbatch] = self._last[link] = (
+            step
+        )
+        return step

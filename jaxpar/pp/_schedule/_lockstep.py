@@ -1,19 +1,19 @@
 """A schedule as a tick loop: nobody starts a column before everybody has ended the one before.
 
-    tick     0      1      2           a tick lasts as long as its slowest rank, then as long as its messages
-    rank 0 |0F0 > |0F1 > |      |
-    rank 1 |      |1F0   |1B0 > |
+tick     0      1      2           a tick lasts as long as its slowest rank, then as long as its messages
+rank 0 |0F0 > |0F1 > |      |
+rank 1 |      |1F0   |1B0 > |
 """
+
+from collections.abc import Sequence
 
 from jaxpar.pp._schedule._action import COMMUNICATION, COMPUTE, Action
 from jaxpar.pp._schedule._costs import Costs
 from jaxpar.pp._schedule._grid import Rows
-from jaxpar.pp._schedule._laws import find_cells
 from jaxpar.pp._schedule._links import Links, Step
-from jaxpar.pp._schedule._needs import Where, needs
 from jaxpar.pp._schedule._passes._bubbles import earliest_rows
 from jaxpar.pp._schedule._schedule import Schedule
-from jaxpar.pp._schedule._timeline import Event, Timeline
+from jaxpar.pp._schedule._timeline import Event, Message, Timeline
 
 
 def in_lockstep(schedule: Schedule, costs: Costs) -> Timeline:
@@ -37,7 +37,8 @@ def in_lockstep(schedule: Schedule, costs: Costs) -> Timeline:
         now = slowest.item.end
         posted = [links.post(part, now, slowest) for event in running for part in event.action.parts]
         sent = [message for message in posted if message is not None]
-        if sent and (late := max(sent, key=lambda step: step.item.arrival)).item.arrival > now:
+        late = max(sent, key=lambda step: step.item.arrival, default=slowest)
+        if isinstance(late.item, Message) and late.item.arrival > now:
             slowest, now = late, late.item.arrival
     assert slowest is not None, "a schedule computes something"
     return Timeline(schedule, costs, tuple(map(tuple, events)), tuple(links.messages), slowest.path())
@@ -45,25 +46,25 @@ def in_lockstep(schedule: Schedule, costs: Costs) -> Timeline:
 
 def ticks(schedule: Schedule) -> Rows:
     """Rows without messages whose columns are ticks: the schedule's own if they are, else the earliest ones."""
-    rows = schedule.rows
     if schedule.has_communication:
-        rows = [[action for action in row if action is None or action.op not in COMMUNICATION] for row in rows]
-    where = find_cells(rows) if schedule.has_communication else schedule.cells
-    if _columns_are_ticks(rows, where, n_stages=schedule.n_stages):
-        return rows
-    return earliest_rows(rows, where, schedule.rank_of_stage)
+        schedule = Schedule([_without_messages(row) for row in schedule.rows], schedule.rank_of_stage)
+    if _columns_are_ticks(schedule):
+        return schedule.rows
+    return earliest_rows(schedule.rows, schedule.cells)
 
 
-def _columns_are_ticks(rows: Rows, where: Where, *, n_stages: int) -> bool:
-    """Whether everything that an action uses stands in an earlier column."""
-
-    def is_ready(part: Action, tick: int) -> bool:
-        return part.op not in COMPUTE or all(where[k][1] < tick for k in needs(part, where, n_stages=n_stages))
-
+def _columns_are_ticks(schedule: Schedule) -> bool:
+    """Whether what comes from another rank stands in an earlier column; on its own rank the law of order says so."""
+    cells = schedule.cells
     return all(
-        is_ready(part, tick)
-        for row in rows
+        (cell := cells.awaited(part)) is None or cell[1] < tick
+        for row in schedule.rows
         for tick, action in enumerate(row)
         if action is not None
         for part in action.parts
+        if part.op in COMPUTE
     )
+
+
+def _without_messages(row: Sequence[Action | None]) -> list[Action | None]:
+    return [action for action in row if action is None or action.op not in COMMUNICATION]

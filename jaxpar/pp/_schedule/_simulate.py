@@ -1,11 +1,13 @@
 """Give a schedule a clock: when does every action start, if each takes what it costs?
 
-    rank 0 |0F0|0F1|        |0B0    |...     an action starts when its rank is free and its input has come
-                \\-->  1F1     /              a message enters its link when it is made and the link is free
-    rank 1     |0F1|1B0    |...
+rank 0 |0F0|0F1|.......|0B0    |     an action starts when its rank is free and its input has come
+           '>        '<              a message enters its link when it is made and the link is free
+rank 1 |.....|1F0|1B0    |
 """
 
-from jaxpar.pp._schedule._action import COMMUNICATION, Op
+from collections.abc import Callable
+
+from jaxpar.pp._schedule._action import COMMUNICATION, Action, Op
 from jaxpar.pp._schedule._costs import Costs
 from jaxpar.pp._schedule._links import Links, Step
 from jaxpar.pp._schedule._lockstep import in_lockstep
@@ -51,28 +53,40 @@ def simulate(schedule: Schedule, costs: Costs = _UNIT, *, lockstep: bool = False
 
 
 def _event_driven(schedule: Schedule, costs: Costs) -> Timeline:
-    rows, posts_by_hand = schedule.rows, schedule.has_communication
     links = Links(costs, schedule.rank_of_stage)
-    events: list[list[Event]] = [[] for _ in rows]
-    last: list[Step | None] = [None] * len(rows)
-    for rank, step in walk(rows, schedule.cells, schedule.rank_of_stage).order:
-        action = rows[rank][step]
+    events: list[list[Event]] = [[] for _ in schedule.rows]
+    last: list[Step | None] = [None] * schedule.n_ranks
+    duration = _durations(costs)
+    for rank, step in walk(schedule.rows, schedule.cells).order:
+        action, after = schedule.rows[rank][step], last[rank]
         assert action is not None
-        after = last[rank]
         start = 0.0 if after is None else after.item.end
         if action.op in COMMUNICATION:
-            if action.op in (Op.SEND_F, Op.SEND_B):
-                links.post(action, start, after)
+            links.post(action, start, after)  # a RECV posts nothing
             continue
         for part in action.parts:
             message = links.come_for(part)
             if message is not None and message.item.arrival > start:
                 start, after = message.item.arrival, message
-        event = Event(rank, action, start, start + costs.of(action))
+        event = Event(rank, action, start, start + duration(action))
         events[rank].append(event)
         done = last[rank] = Step(event, after)
-        if not posts_by_hand:
+        if not schedule.has_communication:
             for part in action.parts:
                 links.post(part, event.end, done)
     slowest = max((step for step in last if step is not None), key=lambda step: step.item.end)
     return Timeline(schedule, costs, tuple(map(tuple, events)), tuple(links.messages), slowest.path())
+
+
+def _durations(costs: Costs) -> Callable[[Action], float]:
+    """`costs.of`, looked up once for each op and stage."""
+    known: dict[tuple[Op, int], float] = {}
+
+    def duration(action: Action) -> float:
+        if action.sub_actions:
+            return costs.of(action)
+        if (found := known.get((action.op, action.stage))) is None:
+            found = known[action.op, action.stage] = costs.of(action)
+        return found
+
+    return duration

@@ -1,21 +1,23 @@
 """A schedule with a clock: when every action ran, when every message travelled, what that cost.
 
-    rank 0 |000111      222333|      Event(rank=0, action=0F0, start=0, end=3)
-                \\     /              Message(source=0, target=1, action=0F1, start=6, end=7, arrival=8)
-    rank 1 |    000222111333  |      idle = makespan - busy
+    rank 0 |0F0|.................|0B0....|     Event(rank=0, action=0F0, start=0, end=1)
+               '>               '<            Message(source=0, target=1, action=0F0, start=1, end=2, arrival=2)
+    rank 1 |.....|1F0|1B0....|...........|     idle = makespan - busy
+
+Events and messages are named tuples: there are hundreds of thousands, and they are made twice as fast.
 """
 
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxpar.pp._schedule._action import BACKWARD, Action, Op
 from jaxpar.pp._schedule._costs import Costs
 from jaxpar.pp._schedule._schedule import Schedule
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One action on the clock; an overlapped pair is one event.
 
     Args:
@@ -40,8 +42,7 @@ class Event:
         return self.end - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """One activation or gradient on its way from a rank to another.
 
     Args:
@@ -142,7 +143,9 @@ class Timeline:
         >>> simulate(Schedule([["0F0", "0F1", "0B0", "0B1"]]), Costs(activation=8)).peak
         (16,)
         """
-        return tuple(max((held for _, held in self._held(rank)), default=0.0) for rank in range(len(self.events)))
+        return tuple(
+            max((held for _, held in self._held(rank)), default=0.0) for rank in range(len(self.events))
+        )
 
     def _held(self, rank: int) -> Iterator[tuple[float, float]]:
         """(time, memory) after every change, in order; changes of one moment follow each other."""
@@ -175,7 +178,9 @@ class Timeline:
         for rank, (busy, idle, bubble, peak) in enumerate(zip(*columns, strict=True)):
             cells.append((str(rank), f"{busy:g}", f"{idle:g}", f"{bubble:.1%}", f"{peak:g}"))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+        lines = [
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells
+        ]
         mean_bubble = sum(self.bubble_fraction) / len(self.events)
         return "\n".join([f"makespan {self.makespan:g}, {100 * mean_bubble:.1f} % idle", *lines])
 
