@@ -57,8 +57,12 @@ class _Row:
     """Counts microbatches of the two stages, and remembers which weight gradients were postponed."""
 
     stages: tuple[int, int]
-    forwards: tuple[Iterator[int], ...] = field(default_factory=lambda: (itertools.count(), itertools.count()))
-    backwards: tuple[Iterator[int], ...] = field(default_factory=lambda: (itertools.count(), itertools.count()))
+    forwards: tuple[Iterator[int], ...] = field(
+        default_factory=lambda: (itertools.count(), itertools.count())
+    )
+    backwards: tuple[Iterator[int], ...] = field(
+        default_factory=lambda: (itertools.count(), itertools.count())
+    )
     postponed: deque[Action] = field(default_factory=deque)
 
     def forward(self, chunk: int) -> Action:

@@ -1,7 +1,7 @@
 """The depth-first order of interleaved schedules: groups of microbatches go through a rank's stages in turn.
 
-    p = 2, m = 4, v = 2, rank 0      0F0 0F1 2F0 2F1 | 0F2 0F3 2F2 2F3
-                                      \\ a group of 2 /    the next group
+p = 2, m = 4, v = 2, rank 0      0F0 0F1 2F0 2F1 | 0F2 0F3 2F2 2F3
+                                  \\ a group of 2 /    the next group
 """
 
 from jaxpar.pp._schedule._action import Action, Op

@@ -7,6 +7,7 @@
 from jaxpar.pp._schedule._action import COMPUTE, Action
 from jaxpar.pp._schedule._cells import Cells
 from jaxpar.pp._schedule._grid import Rows
+from jaxpar.pp._schedule._passes._rebuilt import rebuilt
 from jaxpar.pp._schedule._schedule import Schedule
 from jaxpar.pp._schedule._walk import walk
 
@@ -25,7 +26,7 @@ def with_bubbles(schedule: Schedule) -> Schedule:
         rank 0 | 0F0  .   .  0B0
         rank 1 |  .  1F0 1B0  .
     """
-    return _rebuilt(schedule, earliest_rows(schedule.rows, schedule.cells))
+    return rebuilt(schedule, earliest_rows(schedule.rows, schedule.cells))
 
 
 def without_bubbles(schedule: Schedule) -> Schedule:
@@ -38,7 +39,7 @@ def without_bubbles(schedule: Schedule) -> Schedule:
         >>> without_bubbles(Schedule([["0F0", "", "0B0"]])).to_csv()
         '0F0,0B0\\n'
     """
-    return _rebuilt(schedule, [[action for action in row if action is not None] for row in schedule.rows])
+    return rebuilt(schedule, [[action for action in row if action is not None] for row in schedule.rows])
 
 
 def earliest_rows(rows: Rows, cells: Cells) -> list[list[Action | None]]:
@@ -56,7 +57,3 @@ def earliest_rows(rows: Rows, cells: Cells) -> list[list[Action | None]]:
         row.append(action)
         tick_of[rank][step] = tick
     return spaced
-
-
-def _rebuilt(schedule: Schedule, rows: Rows) -> Schedule:
-    return Schedule(rows, schedule.rank_of_stage, memory_limit=schedule.memory_limit)
