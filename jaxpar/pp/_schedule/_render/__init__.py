@@ -1,0 +1,1 @@
+"""A timeline for the eye: picture, trace, text."""
