@@ -11,7 +11,7 @@ from jaxpar.pp._schedule._action import Action
 
 Rows = Sequence[Sequence[Action | None]]
 
-_WINDOW_STEPS, _WINDOW_RANKS = 8, 4
+_WINDOW_STEPS, _WINDOW_RANKS = 6, 4
 
 
 def grid(rows: Rows, *, mark: tuple[int, int] | None = None) -> str:
