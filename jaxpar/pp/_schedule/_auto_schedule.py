@@ -20,15 +20,14 @@ from jaxpar.pp._schedule._schedule import Schedule
 from jaxpar.pp._schedule._simulate import simulate
 
 POLICIES = tuple(
-    Policy(lead, prefers_backward=backward_first, fill=fill, splits=splits, goes_deep=deep)
-    for lead, backward_first, (splits, fill), deep in itertools.product(
-        (0.5, 1.0, 1.5, 2.0, math.inf),
-        (False, True),
+    Policy(lead, fill=fill, splits=splits, goes_deep=deep)
+    for lead, (splits, fill), deep in itertools.product(
+        (1.0, 1.5, 2.0, math.inf),
         ((True, 0.0), (True, 0.5), (True, 1.0), (False, 1.0)),
         (False, True),
     )
 )
-_FEW_ACTIONS = 3000  # up to here every policy is tried on the whole problem
+_FEW_ACTIONS = 1500  # up to here every policy is tried on the whole problem
 _NUM_FINALISTS = 4
 
 

@@ -1,6 +1,6 @@
-"""Make a schedule from costs: every rank, whenever it is free, takes the action that a policy prefers.
+"""Make a schedule from costs: every rank, whenever it is free, takes what a policy says.
 
-    free at t     ready backward / ready forward, if memory allows            in the order that the policy prefers
+    free at t     ready backward / ready forward, if memory allows            in turn, when both are ready
                   else a postponed W, if it fits the gap before the next arrival
                   else wait for the next arrival
 
@@ -24,14 +24,12 @@ class Policy:
     """The knobs of the greedy scheduler.
 
     lead: How many activations a rank lets into flight, in multiples of what 1F1B holds there.
-    prefers_backward: When both are ready: a backward always, or a forward and a backward in turn.
     fill: A W starts in a gap if the gap is at least this part of it: 1 only if it fits, 0 always.
     splits: Whether I and W are apart; else one B.
     goes_deep: Among ready forwards the one furthest along, or the oldest microbatch.
     """
 
     lead: float
-    prefers_backward: bool
     fill: float
     splits: bool
     goes_deep: bool
@@ -118,7 +116,7 @@ class _Greedy:
             lambda: self._ready_backward(state, now),
             lambda: self._ready_forward(state, now),
         ]
-        if not self.policy.prefers_backward and not state.last_was_forward:
+        if not state.last_was_forward:
             options.reverse()
         for option in options:
             if (action := option()) is not None:
