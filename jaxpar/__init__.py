@@ -6,6 +6,7 @@ from jaxpar import ddp as ddp
 from jaxpar import debug as debug
 from jaxpar import fsdp as fsdp
 from jaxpar import mesh as mesh
+from jaxpar import pp as pp
 from jaxpar import tp as tp
 from jaxpar import train as train
 from jaxpar._init_sharded import init_sharded as init_sharded

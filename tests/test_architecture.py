@@ -1,6 +1,7 @@
 """The shape of the house: import arrows point down, the launcher is standard library only, one version quarantine.
 
-jaxpar_launch <- _errors <- _compat, _pytree, _module, _mean <- mesh <- ddp | fsdp | cp <- tp | data | debug | _init_sharded <- train
+jaxpar_launch <- _errors <- _compat, _pytree, _module, _mean <- mesh <- ddp | fsdp | cp <- tp | pp | data | debug | _init_sharded <- train
+_errors <- pp._schedule (no jax) <- pp
 """
 
 import ast
@@ -31,11 +32,16 @@ MAY_IMPORT = {
     "fsdp": FOUNDATION | {"mesh"},
     "tp": FOUNDATION | {"mesh", "cp"},
     "cp": FOUNDATION | {"mesh"},
+    "pp": FOUNDATION | {"mesh"},
     "data": FOUNDATION | {"mesh"},
     "debug": FOUNDATION | {"mesh"},
     "train": FOUNDATION | {"mesh", "ddp", "fsdp", "tp", "cp", "data", "debug"},
 }
 NO_JAX = {"_errors"}
+PLAN_LAYER = (
+    "jaxpar._errors",
+    "jaxpar.pp._schedule",
+)  # all that jaxpar/pp/_schedule/ may import, beside matplotlib to draw
 ENVIRONMENT_READERS = {"launch/jaxpar_launch/env.py", "jaxpar/mesh/_distributed.py"}
 SEMI_PUBLIC = ("jax._src", "jax.interpreters", "jax.extend", "jaxlib")
 
@@ -47,6 +53,10 @@ def test_import_arrows_point_down() -> None:
 def test_every_part_of_jaxpar_has_its_arrows_written_down() -> None:
     parts = {part_of(path) for path in sources("jaxpar")} - {"__init__"}
     assert parts == set(MAY_IMPORT)
+
+
+def test_the_plan_layer_is_pure_python() -> None:
+    assert outside_plan_layer(sources("jaxpar/pp/_schedule")) == []
 
 
 def test_launcher_imports_the_standard_library_only() -> None:
@@ -88,16 +98,21 @@ def test_check_vma_is_never_switched_off() -> None:
         ("mesh", "from jax._src import core", "quarantine"),
         ("mesh", "import jax\nif jax.__version__ > '0.11': pass", "quarantine"),
         ("launch", "import numpy", "stdlib"),
+        ("pp/_schedule", "import jax", "plan"),
+        ("pp/_schedule", "from jaxpar.pp._stage import Stage", "plan"),
     ],
 )
 def test_these_tests_can_fail(tmp_path: Path, part: str, text: str, check: str) -> None:
     path = tmp_path / "jaxpar" / part / "_x.py"
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    found = {"arrows": broken_arrows, "quarantine": quarantine_breaks, "stdlib": foreign_imports}[check](
-        [path]
-    )
-    assert len(found) == 1
+    checks = {
+        "arrows": broken_arrows,
+        "quarantine": quarantine_breaks,
+        "stdlib": foreign_imports,
+        "plan": outside_plan_layer,
+    }
+    assert len(checks[check]([path])) == 1
 
 
 def sources(*folders: str) -> list[Path]:
@@ -150,6 +165,16 @@ def broken_arrows(paths: list[Path]) -> list[tuple[str, str]]:
             if part in NO_JAX and pieces[0] in ("jax", "jaxlib", "flax", "numpy"):
                 broken.append((part, name))
     return broken
+
+
+def outside_plan_layer(paths: list[Path]) -> list[tuple[str, str]]:
+    return [
+        (path.name, name)
+        for path in paths
+        for name in sorted(set(imported_modules(ast.parse(path.read_text()))))
+        if not name.startswith(PLAN_LAYER)
+        and name.split(".")[0] not in {*sys.stdlib_module_names, "matplotlib"}
+    ]
 
 
 def foreign_imports(paths: list[Path]) -> list[str]:
