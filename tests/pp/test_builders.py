@@ -83,8 +83,16 @@ def _check_peak(name: str, schedule: Schedule, v: int) -> None:
         ("1F1B", (2, 2.5), "n_microbatches=2.5 is no whole number"),
         ("1F1B", (2, 2, 2), "defined for stages_per_rank=1, not 2 .* there are LoopedBFS, Interleaved1F1B"),
         ("ZBV", (2, 2, 1), "ZBVZeroBubble is defined for stages_per_rank=2, not 1"),
-        ("Interleaved1F1B", (2, 5), "multiple of max.*n_ranks=2, n_microbatches=5, stages_per_rank=2.*LoopedBFS"),
-        ("DualPipeV", (2, 3), "at least the number of stages, 2 \\* n_ranks; given n_ranks=2, n_microbatches=3"),
+        (
+            "Interleaved1F1B",
+            (2, 5),
+            "multiple of max.*n_ranks=2, n_microbatches=5, stages_per_rank=2.*LoopedBFS",
+        ),
+        (
+            "DualPipeV",
+            (2, 3),
+            "at least the number of stages, 2 \\* n_ranks; given n_ranks=2, n_microbatches=3",
+        ),
         ("LoopedBFS", (2, 2, 0), "stages_per_rank=0 must be at least 1"),
     ],
 )
@@ -95,7 +103,8 @@ def test_numbers_that_do_not_fit_are_refused(name: str, numbers: tuple, message:
 
 
 @pytest.mark.parametrize(
-    ("alias", "name"), [("zbv", "ZBVZeroBubble"), ("ZB1P", "InterleavedZeroBubble"), ("zb-h1", "ZBH1"), ("gpipe", "GPipe")]
+    ("alias", "name"),
+    [("zbv", "ZBVZeroBubble"), ("ZB1P", "InterleavedZeroBubble"), ("zb-h1", "ZBH1"), ("gpipe", "GPipe")],
 )
 def test_aliases_and_letter_case(alias: str, name: str) -> None:
     assert get_schedule(alias, 2, 4) == get_schedule(name, 2, 4)

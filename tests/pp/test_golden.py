@@ -64,5 +64,7 @@ def test_1f1b_has_the_order_of_pytorchs_runtime() -> None:
         "0F0 0F1 0B0 0F2 0B1 0B2",
         "1F0 1B0 1F1 1B1 1F2 1B2",
     ]
-    with pytest.raises(ValueError, match="law 'completeness' broken at rank 0, step 6: 0F3 is missing in row 0"):
+    with pytest.raises(
+        ValueError, match="law 'completeness' broken at rank 0, step 6: 0F3 is missing in row 0"
+    ):
         Schedule([["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"], ["1F1", "1B0", "1F2", "1B1", "1F3", "1B2"]])

@@ -71,7 +71,9 @@ def test_unshard_gathers_ahead() -> None:
 def test_a_bound_that_one_action_exceeds_is_refused() -> None:
     with pytest.raises(ScheduleError, match="one action of the schedule uses 2 stages at once"):
         add_unshard(get_schedule("DualPipeV", 2, 4), max_active_stages=1)
-    with pytest.raises(ScheduleError, match="max_active_stages=0, but one action of the schedule uses 1 stage at once"):
+    with pytest.raises(
+        ScheduleError, match="max_active_stages=0, but one action of the schedule uses 1 stage at once"
+    ):
         add_unshard(get_schedule("GPipe", 2, 4), max_active_stages=0)
     with pytest.raises(ScheduleError, match="stage 0 is already unsharded"):
         add_unshard(add_unshard(get_schedule("GPipe", 2, 4)))
