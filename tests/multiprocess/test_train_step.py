@@ -1,4 +1,4 @@
-"""Training on 2 and 4 processes equals one device on the union batch: DDP, FSDP, hybrid, and tensor parallel."""
+"""Training on 2 and 4 processes equals one device on the union batch: DDP, FSDP, hybrid, tensor and context parallel."""
 
 import sys
 from pathlib import Path

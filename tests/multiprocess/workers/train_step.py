@@ -1,4 +1,4 @@
-"""Trains three models for some steps on its part of the batch; every rank prints what all of them must agree on.
+"""Trains the models for some steps on its part of the batch; every rank prints what all of them must agree on.
 
 argv: a folder with `batch.npz`, in which rank 0 leaves `result-<case>.npz`.
 """
