@@ -33,4 +33,10 @@ def test_notebook_is_committed_with_outputs_and_without_a_machines_paths(path: P
 
 
 def test_there_are_notebooks() -> None:
-    assert [path.stem for path in NOTEBOOKS] == ["00_tour", "01_placements", "02_fsdp", "03_tensor_parallel"]
+    assert [path.stem for path in NOTEBOOKS] == [
+        "00_tour",
+        "01_placements",
+        "02_fsdp",
+        "03_tensor_parallel",
+        "04_schedules",
+    ]

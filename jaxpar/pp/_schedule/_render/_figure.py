@@ -133,10 +133,11 @@ def _write_number(
     if event.duration * points_per_unit < _DIGIT * size * len(text) + 1:
         return
     ink = "black" if sum(color) > 1.75 else "white"
-    ax.text(
+    number = ax.text(
         (event.start + event.end) / 2, middle, text, color=ink, fontsize=size, ha="center", va="center_baseline",
         clip_on=True,
     )  # fmt: skip
+    number.set_in_layout(False)  # it lies in its box, and asking thousands is slow
 
 
 def _add_legend(timeline: Timeline, ax: "Axes") -> None:
