@@ -17,6 +17,7 @@ class Step:
     """An event or a message, and the step that handed over to it last: the chain behind is the critical path."""
 
     item: Event | Message
+    hands_over_at: float
     after: "Step | None"
 
     def path(self) -> tuple[Event | Message, ...]:
@@ -68,7 +69,7 @@ class Links:
         message = Message(*link, part, at, end, end + self._latency)
         self.messages.append(message)
         is_forward = part.op in _FORWARD
-        step = Step(message, after)
+        step = Step(message, message.arrival, after)
         self._came[part.stage + (1 if is_forward else -1), is_forward, part.microbatch] = self._last[link] = (
             step
         )

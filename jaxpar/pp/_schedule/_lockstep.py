@@ -13,7 +13,7 @@ from jaxpar.pp._schedule._grid import Rows
 from jaxpar.pp._schedule._links import Links, Step
 from jaxpar.pp._schedule._passes._bubbles import earliest_rows
 from jaxpar.pp._schedule._schedule import Schedule
-from jaxpar.pp._schedule._timeline import Event, Message, Timeline
+from jaxpar.pp._schedule._timeline import Event, Timeline
 
 
 def in_lockstep(schedule: Schedule, costs: Costs) -> Timeline:
@@ -33,13 +33,13 @@ def in_lockstep(schedule: Schedule, costs: Costs) -> Timeline:
             continue
         for event in running:
             events[event.rank].append(event)
-        slowest = Step(max(running, key=lambda event: event.end), slowest)
-        now = slowest.item.end
-        posted = [links.post(part, now, slowest) for event in running for part in event.action.parts]
+        longest = max(running, key=lambda event: event.end)
+        slowest = Step(longest, longest.end, slowest)
+        posted = [links.post(part, longest.end, slowest) for event in running for part in event.action.parts]
         sent = [message for message in posted if message is not None]
-        late = max(sent, key=lambda step: step.item.arrival, default=slowest)
-        if isinstance(late.item, Message) and late.item.arrival > now:
-            slowest, now = late, late.item.arrival
+        # The first of equals: a message that takes no time is not what the next tick waits for.
+        slowest = max((slowest, *sent), key=lambda step: step.hands_over_at)
+        now = slowest.hands_over_at
     assert slowest is not None, "a schedule computes something"
     return Timeline(schedule, costs, tuple(map(tuple, events)), tuple(links.messages), slowest.path())
 

@@ -60,21 +60,21 @@ def _event_driven(schedule: Schedule, costs: Costs) -> Timeline:
     for rank, step in walk(schedule.rows, schedule.cells).order:
         action, after = schedule.rows[rank][step], last[rank]
         assert action is not None
-        start = 0.0 if after is None else after.item.end
+        start = 0.0 if after is None else after.hands_over_at
         if action.op in COMMUNICATION:
             links.post(action, start, after)  # a RECV posts nothing
             continue
         for part in action.parts:
             message = links.come_for(part)
-            if message is not None and message.item.arrival > start:
-                start, after = message.item.arrival, message
+            if message is not None and message.hands_over_at > start:
+                start, after = message.hands_over_at, message
         event = Event(rank, action, start, start + duration(action))
         events[rank].append(event)
-        done = last[rank] = Step(event, after)
+        done = last[rank] = Step(event, event.end, after)
         if not schedule.has_communication:
             for part in action.parts:
                 links.post(part, event.end, done)
-    slowest = max((step for step in last if step is not None), key=lambda step: step.item.end)
+    slowest = max((step for step in last if step is not None), key=lambda step: step.hands_over_at)
     return Timeline(schedule, costs, tuple(map(tuple, events)), tuple(links.messages), slowest.path())
 
 

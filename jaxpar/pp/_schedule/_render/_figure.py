@@ -69,7 +69,8 @@ def draw(timeline: Timeline, ax: "Axes | None" = None, *, memory_ax: "Axes | Non
     if ax is None:
         figure = Figure(figsize=_size_in(timeline), layout="constrained")
         heights = (0.32 * len(timeline.events) + 0.5, 1.2)
-        ax, memory_ax = figure.subplots(2, 1, sharex=True, height_ratios=heights)
+        axes: list[Axes] = list(figure.subplots(2, 1, sharex=True, height_ratios=heights))
+        ax, memory_ax = axes
     _draw_lanes(timeline, ax)
     if memory_ax is not None:
         _draw_memory(timeline, memory_ax)
