@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from jaxpar.pp._schedule._action import COMMUNICATION, COMPUTE, Action
 from jaxpar.pp._schedule._costs import Costs
 from jaxpar.pp._schedule._grid import Rows
-from jaxpar.pp._schedule._links import Links, Step
+from jaxpar.pp._schedule._links import START, Chain, Links
 from jaxpar.pp._schedule._passes._bubbles import earliest_rows
 from jaxpar.pp._schedule._schedule import Schedule
 from jaxpar.pp._schedule._timeline import Event, Timeline
@@ -19,10 +19,10 @@ from jaxpar.pp._schedule._timeline import Event, Timeline
 def in_lockstep(schedule: Schedule, costs: Costs) -> Timeline:
     """The timeline of a tick loop over the schedule's columns."""
     rows = ticks(schedule)
-    links = Links(costs, schedule.rank_of_stage)
+    chain = Chain()
+    links = Links(costs, schedule.rank_of_stage, chain)
     events: list[list[Event]] = [[] for _ in rows]
-    slowest: Step | None = None
-    now = 0.0
+    slowest, now = START, 0.0
     for tick in range(max(map(len, rows))):
         running = [
             Event(rank, action, now, now + costs.of(action))
@@ -34,14 +34,14 @@ def in_lockstep(schedule: Schedule, costs: Costs) -> Timeline:
         for event in running:
             events[event.rank].append(event)
         longest = max(running, key=lambda event: event.end)
-        slowest = Step(longest, longest.end, slowest)
+        slowest = chain.add(longest, longest.end, slowest)
         posted = [links.post(part, longest.end, slowest) for event in running for part in event.action.parts]
         sent = [message for message in posted if message is not None]
         # The first of equals: a message that takes no time is not what the next tick waits for.
-        slowest = max((slowest, *sent), key=lambda step: step.hands_over_at)
-        now = slowest.hands_over_at
-    assert slowest is not None, "a schedule computes something"
-    return Timeline(schedule, costs, tuple(map(tuple, events)), tuple(links.messages), slowest.path())
+        slowest = max((slowest, *sent), key=chain.hands_over_at.__getitem__)
+        now = chain.hands_over_at[slowest]
+    path = chain.path(slowest)
+    return Timeline(schedule, costs, tuple(map(tuple, events)), tuple(links.messages), path)
 
 
 def ticks(schedule: Schedule) -> Rows:

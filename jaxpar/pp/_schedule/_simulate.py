@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from jaxpar.pp._schedule._action import COMMUNICATION, Action, Op
 from jaxpar.pp._schedule._costs import Costs
-from jaxpar.pp._schedule._links import Links, Step
+from jaxpar.pp._schedule._links import START, Chain, Links
 from jaxpar.pp._schedule._lockstep import in_lockstep
 from jaxpar.pp._schedule._schedule import Schedule
 from jaxpar.pp._schedule._timeline import Event, Timeline
@@ -53,29 +53,31 @@ def simulate(schedule: Schedule, costs: Costs = _UNIT, *, lockstep: bool = False
 
 
 def _event_driven(schedule: Schedule, costs: Costs) -> Timeline:
-    links = Links(costs, schedule.rank_of_stage)
+    chain = Chain()
+    links = Links(costs, schedule.rank_of_stage, chain)
     events: list[list[Event]] = [[] for _ in schedule.rows]
-    last: list[Step | None] = [None] * schedule.n_ranks
-    duration = _durations(costs)
+    last, free_at = [START] * schedule.n_ranks, [0.0] * schedule.n_ranks
+    duration, is_lowered = _durations(costs), schedule.has_communication
     for rank, step in walk(schedule.rows, schedule.cells).order:
-        action, after = schedule.rows[rank][step], last[rank]
+        action, start, after = schedule.rows[rank][step], free_at[rank], last[rank]
         assert action is not None
-        start = 0.0 if after is None else after.hands_over_at
         if action.op in COMMUNICATION:
             links.post(action, start, after)  # a RECV posts nothing
             continue
-        for part in action.parts:
+        parts = action.parts
+        for part in parts:
             message = links.come_for(part)
-            if message is not None and message.hands_over_at > start:
-                start, after = message.hands_over_at, message
-        event = Event(rank, action, start, start + duration(action))
+            if message is not None and (arrival := chain.hands_over_at[message]) > start:
+                start, after = arrival, message
+        free_at[rank] = end = start + duration(action)
+        event = Event(rank, action, start, end)
         events[rank].append(event)
-        done = last[rank] = Step(event, event.end, after)
-        if not schedule.has_communication:
-            for part in action.parts:
-                links.post(part, event.end, done)
-    slowest = max((step for step in last if step is not None), key=lambda step: step.hands_over_at)
-    return Timeline(schedule, costs, tuple(map(tuple, events)), tuple(links.messages), slowest.path())
+        last[rank] = chain.add(event, end, after)
+        if not is_lowered:
+            for part in parts:
+                links.post(part, end, last[rank])
+    path = chain.path(last[free_at.index(max(free_at))])
+    return Timeline(schedule, costs, tuple(map(tuple, events)), tuple(links.messages), path)
 
 
 def _durations(costs: Costs) -> Callable[[Action], float]:
