@@ -1,17 +1,18 @@
 """Each with each: {ddp, fsdp, hsdp} x tp x sequence parallel x context parallel x accumulation, over 8 devices.
 
-Dropout, clipping, tied embeddings and AdamW are on. The reference is the same step on one device, which `test_compose.py`
+Of the 60 products half are run: 15 in float64, at 1e-12, and 15 others in float32, at 1e-5. Dropout, clipping, tied
+embeddings and AdamW are on. The reference is the same step on one device, which `test_compose.py`
 compares with plain Flax and optax. Gradients are compared through the parameters after three steps.
 """
 
 import dataclasses
+import functools
 import itertools
 import sys
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -69,35 +70,44 @@ class Product:
             fully_shard(model, mesh, shard_axis=("dp", "cp"), replicate_axis="replica", units="blocks.*")
 
 
-# Of the 60 products those in which every pair of values meets: kind with tp, and both with cp and accumulation.
-PRODUCTS = tuple(
-    Product(kind, tp, sp, cp=1 + (i + j) % 2, accumulate=1 + (i + j // 2) % 2)
-    for (i, kind), (j, (tp, sp)) in itertools.product(enumerate(("ddp", "fsdp", "hsdp")), enumerate(TP))
-)
+def products(dtype: str) -> tuple[Product, ...]:
+    """15 in which every pair of values meets: kind with tp, and both with cp and accumulation; each dtype has its own."""
+    flip = 0 if dtype == "float64" else 1
+    return tuple(
+        Product(kind, tp, sp, cp=1 + (i + j + flip) % 2, accumulate=1 + (i + j // 2 + flip) % 2)
+        for (i, kind), (j, (tp, sp)) in itertools.product(enumerate(("ddp", "fsdp", "hsdp")), enumerate(TP))
+    )
 
 
-def test_every_pair_of_values_meets() -> None:
-    values = [(p.kind, (p.tp, p.is_sequence_parallel), p.cp, p.accumulate) for p in PRODUCTS]
+CASES = [(dtype, product) for dtype in ("float64", "float32") for product in products(dtype)]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_every_pair_of_values_meets(dtype: str) -> None:
+    values = [(p.kind, (p.tp, p.is_sequence_parallel), p.cp, p.accumulate) for p in products(dtype)]
     for one, other in itertools.combinations(range(4), 2):
         met = {(v[one], v[other]) for v in values}
         assert met == set(itertools.product({v[one] for v in values}, {v[other] for v in values}))
+
+
+def test_each_dtype_has_products_of_its_own() -> None:
+    assert len({product for _, product in CASES}) == 30
 
 
 @pytest.fixture(autouse=True, scope="module")
 def values_only():
     """Values are what is compared here; compiling without optimizations takes half the time."""
     jax.config.update("jax_disable_most_optimizations", True)
-    with jax.enable_x64(True):
-        yield
+    yield
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-def trained(product: Product, devices: list[Any]) -> tuple[list[float], list[float], Any]:
+def trained(product: Product, dtype: str, devices: list[Any]) -> tuple[list[float], list[float], Any]:
     rng = np.random.default_rng(0)
-    weights = (rng.uniform(size=(16, 8)) < 0.7).astype(np.float64)
+    weights = (rng.uniform(size=(16, 8)) < 0.7).astype(dtype)
     batch = {"tokens": rng.integers(0, 16, (16, 9)).astype(np.int32), "weights": weights}
     mesh = init_device_mesh(tuple(product.sizes.values()), tuple(product.sizes), devices=devices)
-    model = Transformer(dropout=0.25)
+    model = Transformer(dropout=0.25, dtype=dtype)
     model.train()
     product.parallelize(model, mesh)
     step = jaxpar.TrainStep(
@@ -118,9 +128,9 @@ def trained(product: Product, devices: list[Any]) -> tuple[list[float], list[flo
     )
 
 
-@pytest.fixture(scope="module")
-def reference() -> dict[int, Any]:
-    return {n: trained(One("ddp", accumulate=n), jax.devices()[:1]) for n in (1, 2)}
+@functools.cache
+def reference(dtype: str, accumulate: int) -> Any:
+    return trained(One("ddp", accumulate=accumulate), dtype, jax.devices()[:1])
 
 
 class One(Product):
@@ -129,13 +139,15 @@ class One(Product):
         return dict.fromkeys(("replica", "dp", "cp", "tp"), 1)
 
 
-@pytest.mark.parametrize("product", PRODUCTS, ids=str)
-def test_product_equals_one_device(product: Product, reference: Any) -> None:
+@pytest.mark.parametrize(("dtype", "product"), CASES, ids=str)
+def test_product_equals_one_device(dtype: str, product: Product) -> None:
+    tolerance = {"float64": 1e-12, "float32": 1e-5}[dtype]
     num_devices = int(np.prod(list(product.sizes.values())))
-    losses, norms, state = trained(product, jax.devices()[:num_devices])
-    expected_losses, expected_norms, expected_state = reference[product.accumulate]
-    np.testing.assert_allclose(losses, expected_losses, rtol=1e-12)
-    np.testing.assert_allclose(norms, expected_norms, rtol=1e-12)
+    with jax.enable_x64(dtype == "float64"):
+        losses, norms, state = trained(product, dtype, jax.devices()[:num_devices])
+        expected_losses, expected_norms, expected_state = reference(dtype, product.accumulate)
+    np.testing.assert_allclose(losses, expected_losses, rtol=tolerance)
+    np.testing.assert_allclose(norms, expected_norms, rtol=tolerance)
     for ours, theirs in zip(*map(jax.tree.leaves, (state, expected_state)), strict=True):
-        assert ours.dtype == jnp.float64
-        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+        assert ours.dtype == dtype
+        np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)

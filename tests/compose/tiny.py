@@ -1,4 +1,4 @@
-"""A transformer as small as can be, in float64: one block, tied embedding; compiling is what takes time here."""
+"""A transformer as small as can be, in float64 unless told otherwise: one block, tied embedding; compiling is what takes time here."""
 
 from typing import Any
 
@@ -22,12 +22,12 @@ class Core(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Causal, four heads, float64 throughout (`jax.nn.dot_product_attention` would compute in float32)."""
+    """Causal, four heads, in one dtype throughout (`jax.nn.dot_product_attention` would compute in float32)."""
 
-    def __init__(self, width: int, rngs: nnx.Rngs) -> None:
+    def __init__(self, width: int, dtype: Any, rngs: nnx.Rngs) -> None:
         self.core = Core()
-        self.qkv = nnx.Linear(width, 3 * width, use_bias=False, param_dtype=jnp.float64, rngs=rngs)
-        self.out = nnx.Linear(width, width, param_dtype=jnp.float64, rngs=rngs)
+        self.qkv = nnx.Linear(width, 3 * width, use_bias=False, param_dtype=dtype, rngs=rngs)
+        self.out = nnx.Linear(width, width, param_dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         B, T, D = x_BTD.shape
@@ -36,12 +36,12 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    def __init__(self, width: int, dropout: float, rngs: nnx.Rngs) -> None:
+    def __init__(self, width: int, dropout: float, dtype: Any, rngs: nnx.Rngs) -> None:
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
-        self.norm = nnx.RMSNorm(width, param_dtype=jnp.float64, rngs=rngs)
-        self.attention = Attention(width, rngs)
-        self.up = nnx.Linear(width, 2 * width, param_dtype=jnp.float64, rngs=rngs)
-        self.down = nnx.Linear(2 * width, width, param_dtype=jnp.float64, rngs=rngs)
+        self.norm = nnx.RMSNorm(width, param_dtype=dtype, rngs=rngs)
+        self.attention = Attention(width, dtype, rngs)
+        self.up = nnx.Linear(width, 2 * width, param_dtype=dtype, rngs=rngs)
+        self.down = nnx.Linear(2 * width, width, param_dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x + self.attention(self.norm(x))
@@ -51,10 +51,12 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """Tied embedding, one block; with dropout if asked for."""
 
-    def __init__(self, vocab: int = 16, width: int = 16, dropout: float = 0.0) -> None:
+    def __init__(
+        self, vocab: int = 16, width: int = 16, dropout: float = 0.0, dtype: Any = jnp.float64
+    ) -> None:
         rngs = nnx.Rngs(0)
-        self.embed = nnx.Embed(vocab, width, param_dtype=jnp.float64, rngs=rngs)
-        self.blocks = nnx.List([Block(width, dropout, rngs) for _ in range(1)])
+        self.embed = nnx.Embed(vocab, width, param_dtype=dtype, rngs=rngs)
+        self.blocks = nnx.List([Block(width, dropout, dtype, rngs) for _ in range(1)])
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = self.embed(tokens)
