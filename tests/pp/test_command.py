@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.pp import Schedule, add_communication, get_schedule, schedule_names, simulate
+from jaxpar.pp import (
+    Costs,
+    Schedule,
+    add_communication,
+    auto_schedule,
+    get_schedule,
+    schedule_names,
+    simulate,
+)
 from jaxpar.pp._schedule._command import main
 
 ZBV = ["schedule", "--name", "ZBV", "--ranks", "2", "--microbatches", "4"]
@@ -64,6 +72,33 @@ def test_compare_lists_all_trainable_schedules_the_fastest_first(capsys: pytest.
     assert rows["Interleaved1F1B"] == ["2", "28.5", "15.8%", "5.5"]  # 57 and 11, each of half a share
 
 
+def test_compare_within_a_memory_limit_lists_what_fits_and_searches(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["compare", "--ranks", "3", "--microbatches", "6", "--memory-limit", "3"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert {row[0] for row in rows} == {
+        "auto_schedule",
+        "1F1B",
+        "ZBH1",
+        "ZBVZeroBubble",
+        "InterleavedZeroBubble",
+    }
+    assert all(float(row[4]) <= 3 for row in rows)
+    for v in ("1", "2"):
+        makespans = {row[0]: float(row[2]) for row in rows if row[1] == v}
+        assert makespans["auto_schedule"] == min(makespans.values())
+
+
+def test_the_search_is_a_schedule_like_any_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    csv = tmp_path / "found.csv"
+    args = ["--ranks", "3", "--microbatches", "5", "--costs", "I=1.5,W=0.5", "--memory-limit", "2"]
+    assert main(["schedule", "--name", "auto", *args, "--csv", str(csv)]) == 0
+    wanted = auto_schedule(3, 5, Costs(I=1.5, W=0.5), 2)
+    assert Schedule.from_csv(csv).rows == wanted.rows
+    assert f"makespan {simulate(wanted, Costs(I=1.5, W=0.5)).makespan:g}," in capsys.readouterr().out
+
+
 def test_compare_names_what_is_not_defined(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "--ranks", "4", "--microbatches", "6"]) == 0
     assert "not defined for these numbers: DualPipeV" in capsys.readouterr().out
@@ -81,6 +116,8 @@ def test_compare_names_what_is_not_defined(capsys: pytest.CaptureFixture[str]) -
         (["schedule"], "The names are GPipe, 1F1B"),
         (["schedule", "--from-csv", "a.csv", "--ranks", "2"], "--from-csv reads everything from the file"),
         (["schedule", "--from-csv", "missing.csv"], "No such file or directory: 'missing.csv'"),
+        ([*ZBV, "--memory-limit", "4"], "write --name auto, or compare all schedules"),
+        (["compare", "--ranks", "2", "--microbatches", "4", "--memory-limit", "0.5"], "memory_limit is 0.5"),
         ([*ZBV, "--costs", "G=1"], "'G=1' in 'G=1': the names are F, I, W"),
         ([*ZBV, "--svg", "a.gif"], "Pictures end in .svg"),
         (["compare", "--ranks", "0", "--microbatches", "4"], "n_ranks=0 must be at least 1"),

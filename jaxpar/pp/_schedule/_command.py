@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxpar._errors import ScheduleError
+from jaxpar.pp._schedule._auto_schedule import auto_schedule
 from jaxpar.pp._schedule._compare import compare
 from jaxpar.pp._schedule._costs import Costs
 from jaxpar.pp._schedule._get_schedule import get_schedule, schedule_names
@@ -18,6 +19,7 @@ from jaxpar.pp._schedule._schedule import Schedule
 from jaxpar.pp._schedule._simulate import simulate
 
 USAGE_EXIT_CODE = 2
+_SEARCH = "auto"
 
 _OVERVIEW = """\
 Pipeline schedules: who computes what, when.
@@ -26,6 +28,7 @@ examples:
   python -m jaxpar.pp compare --ranks 4 --microbatches 8
   python -m jaxpar.pp schedule --name 1F1B --ranks 4 --microbatches 8
   python -m jaxpar.pp schedule --name ZBV --ranks 4 --microbatches 8 --costs F=1,I=1.1,W=0.8 --svg zbv.svg
+  python -m jaxpar.pp schedule --name auto --ranks 4 --microbatches 8 --costs I=1.2,W=0.8 --memory-limit 3
   python -m jaxpar.pp schedule --from-csv mine.csv --trace mine.json
 
 how to read a grid: one row for each rank, one column for each step, a dot where the rank waits.
@@ -43,7 +46,8 @@ _COMPARE = """\
 Compare all schedules that are defined for these numbers, the fastest first.
 
 Costs are those of one rank's share of the model; with v stages on each rank, a stage takes and holds 1/v
-of it, and messages stay as large. So all times, and all peaks, are in the same unit.
+of it, and messages stay as large. So all times, and all peaks, are in the same unit. With a memory limit
+only what fits is listed, and beside it what a search finds within the limit.
 """
 
 _COSTS = (
@@ -74,10 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_schedule(options: argparse.Namespace) -> None:
-    schedule = _chosen(options)
+    costs = Costs.parse(options.costs)
+    schedule = _chosen(options, costs)
     if options.communication and not schedule.has_communication:
         schedule = add_communication(schedule)
-    timeline = simulate(schedule, Costs.parse(options.costs), lockstep=options.lockstep)
+    timeline = simulate(schedule, costs, lockstep=options.lockstep)
     print(schedule, timeline, sep="\n\n")
     if options.csv is not None:
         schedule.to_csv(options.csv)
@@ -86,13 +91,13 @@ def _run_schedule(options: argparse.Namespace) -> None:
             render(timeline, path)
 
 
-def _chosen(options: argparse.Namespace) -> Schedule:
+def _chosen(options: argparse.Namespace, costs: Costs) -> Schedule:
     given = (options.name, options.ranks, options.microbatches)
     if options.from_csv is not None:
-        if any(number is not None for number in (*given, options.stages_per_rank)):
+        if any(number is not None for number in (*given, options.stages_per_rank, options.memory_limit)):
             raise ScheduleError(
-                "--from-csv reads everything from the file: leave out --name, --ranks, --microbatches "
-                "and --stages-per-rank."
+                "--from-csv reads everything from the file: leave out --name, --ranks, --microbatches, "
+                "--stages-per-rank and --memory-limit."
             )
         return Schedule.from_csv(options.from_csv)
     if any(number is None for number in given):
@@ -100,11 +105,20 @@ def _chosen(options: argparse.Namespace) -> Schedule:
             "give --name, --ranks and --microbatches, for instance --name 1F1B --ranks 4 --microbatches 8, "
             f"or --from-csv FILE. The names are {', '.join(schedule_names())}."
         )
+    if options.name == _SEARCH:
+        v = options.stages_per_rank or 1
+        return auto_schedule(*given[1:], costs, options.memory_limit, stages_per_rank=v)
+    if options.memory_limit is not None:
+        raise ScheduleError(
+            f"--memory-limit bounds a search: write --name {_SEARCH}, or compare all schedules."
+        )
     return get_schedule(*given, stages_per_rank=options.stages_per_rank)
 
 
 def _run_compare(options: argparse.Namespace) -> None:
-    print(compare(options.ranks, options.microbatches, Costs.parse(options.costs), lockstep=options.lockstep))
+    costs, limit = Costs.parse(options.costs), options.memory_limit
+    table = compare(options.ranks, options.microbatches, costs, memory_limit=limit, lockstep=options.lockstep)
+    print(table)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -114,7 +128,9 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser(
         "schedule", help="show, check and save one schedule", description=_SCHEDULE, formatter_class=form
     )
-    one.add_argument("--name", help=f"one of {', '.join(schedule_names())}, or an alias such as ZBV")
+    one.add_argument(
+        "--name", help=f"one of {', '.join(schedule_names())}, an alias such as ZBV, or {_SEARCH} to search"
+    )
     one.add_argument("--ranks", type=int, metavar="P", help="ranks of the pipeline")
     one.add_argument("--microbatches", type=int, metavar="M", help="microbatches of one step")
     one.add_argument(
@@ -138,6 +154,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     every.set_defaults(run=_run_compare)
     for command in (one, every):
+        command.add_argument(
+            "--memory-limit",
+            type=float,
+            metavar="X",
+            help="what a rank may hold, in the unit of the activation's cost",
+        )
         command.add_argument("--costs", default="", metavar="LIST", help=_COSTS)
         command.add_argument(
             "--lockstep", action="store_true", help="simulate a tick loop: all ranks wait after every action"

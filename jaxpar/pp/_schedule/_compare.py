@@ -5,10 +5,13 @@ one rank's share of the model:   |   stage   |     v = 1: F takes F, an activati
 """
 
 import dataclasses
+from collections.abc import Iterator
 
 from jaxpar._errors import ScheduleError
+from jaxpar.pp._schedule._auto_schedule import auto_schedule
 from jaxpar.pp._schedule._costs import Costs, PerStage
 from jaxpar.pp._schedule._get_schedule import BUILDERS, get_schedule
+from jaxpar.pp._schedule._schedule import Schedule
 from jaxpar.pp._schedule._simulate import simulate
 
 _OF_A_SHARE = (
@@ -16,42 +19,68 @@ _OF_A_SHARE = (
 )  # fmt: skip
 
 
-def compare(n_ranks: int, n_microbatches: int, costs: Costs, *, lockstep: bool = False) -> str:
+_SEARCHED_STAGES = (1, 2)  # on each rank, with a memory limit
+
+
+def compare(
+    n_ranks: int,
+    n_microbatches: int,
+    costs: Costs,
+    *,
+    memory_limit: float | None = None,
+    lockstep: bool = False,
+) -> str:
     """A table of all schedules with a backward that are defined for these numbers, the fastest first.
 
     Args:
         n_ranks: Ranks of the pipeline.
         n_microbatches: Microbatches of one step.
         costs: Of one rank's share of the model, whatever the number of its stages.
+        memory_limit: What a rank may hold; then only what fits is listed, and what `auto_schedule` finds.
         lockstep: As for `simulate`.
 
     Raises:
-        ScheduleError: Law definition: no schedule is defined for these numbers.
+        ScheduleError: Law definition or memory: no schedule is defined for these numbers, or fits.
 
     Example:
         >>> print(compare(1, 1, Costs()).splitlines()[0])
         schedule               stages/rank  makespan  bubble  peak memory
     """
-    found, refused = [], {}
+    found: list[tuple[str, int, Schedule]] = []
+    refused: dict[str, ScheduleError] = {}
     for builder in BUILDERS:
-        v = builder.usual_stages_per_rank
         try:
             schedule = get_schedule(builder.name, n_ranks, n_microbatches)
         except ScheduleError as error:
-            refused[builder.name] = str(error)
+            refused[builder.name] = error
             continue
         if not schedule.is_forward_only:
-            timeline = simulate(schedule, _share(costs, v), lockstep=lockstep)
-            bubble = sum(timeline.bubble_fraction) / n_ranks
-            found.append((timeline.makespan, max(timeline.peak), builder.name, v, bubble))
+            found.append((builder.name, builder.usual_stages_per_rank, schedule))
     if not found:
-        raise ScheduleError(next(iter(refused.values())), law="definition")
+        raise next(iter(refused.values()))
+    if memory_limit is not None:
+        for v in _SEARCHED_STAGES:
+            searched = auto_schedule(
+                n_ranks, n_microbatches, _share(costs, v), memory_limit, stages_per_rank=v
+            )
+            found.append(("auto_schedule", v, searched))
     lines = ["schedule               stages/rank  makespan  bubble  peak memory"]
-    for makespan, peak, name, v, bubble in sorted(found):
-        lines.append(f"{name:21}  {v:11}  {makespan:8.6g}  {bubble:6.1%}  {peak:11.6g}")
+    for makespan, peak, name, v, bubble in sorted(_measured(found, costs, lockstep=lockstep)):
+        if memory_limit is None or peak <= memory_limit * (1 + 1e-9):
+            lines.append(f"{name:21}  {v:11}  {makespan:8.6g}  {bubble:6.1%}  {peak:11.6g}")
     if refused:
         lines.append(f"not defined for these numbers: {', '.join(refused)}")
     return "\n".join(lines)
+
+
+def _measured(
+    found: list[tuple[str, int, Schedule]], costs: Costs, *, lockstep: bool
+) -> Iterator[tuple[float, float, str, int, float]]:
+    """Makespan, peak, name, stages per rank and mean bubble of each schedule."""
+    for name, v, schedule in found:
+        timeline = simulate(schedule, _share(costs, v), lockstep=lockstep)
+        bubble = sum(timeline.bubble_fraction) / schedule.n_ranks
+        yield timeline.makespan, max(timeline.peak), name, v, bubble
 
 
 def _share(costs: Costs, stages_per_rank: int) -> Costs:
