@@ -96,6 +96,8 @@ def test_draws_into_given_axes() -> None:
     assert memory_ax.lines and len(figure.axes) == 2
     alone = Figure().subplots()
     assert draw(timeline_of("GPipe", 2, 2), alone).axes == [alone]
+    part = (whole := Figure()).subfigures(1, 2)[0].subplots()
+    assert draw(timeline_of("GPipe", 2, 2), part) is whole
 
 
 def test_a_lowered_schedule_is_drawn_with_its_stage_actions() -> None:

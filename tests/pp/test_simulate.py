@@ -100,7 +100,7 @@ def test_closed_form_with_unequal_times(name: str) -> None:
 
 
 def test_latency_by_hand() -> None:
-    """0F0 ends at 1, arrives at 1.5; 1F0 ends at 2.5, 1B0 at 4.5, arrives at 5; 0B0 ends at 7; 1B1 at 7.5, 0B1 at 10."""
+    """0F0 ends at 1, arrives at 1.5; 1F0 ends at 2.5, 1B0 at 4.5, arrives at 5; 0B0 ends at 7, 1B1 at 7.5."""
     timeline = simulate(ONE_F_ONE_B, Costs(latency=0.5))
     assert [event.end for event in timeline.events[1]] == [2.5, 4.5, 5.5, 7.5]
     assert [event.end for event in timeline.events[0]] == [1, 2, 7, 10]

@@ -41,7 +41,8 @@ def draw(timeline: Timeline, ax: "Axes | None" = None, *, memory_ax: "Axes | Non
     """Draw the timeline: into a new figure with the memory below, or into axes of yours.
 
     Numbers stand in the rectangles that are wide enough for them. Of an overlapped pair the forward is the upper
-    half, the backward the lower. Needs matplotlib (`pip install 'jaxpar[examples]'`).
+    half, the backward the lower. Needs matplotlib (`pip install 'jaxpar[examples]'`). Source: the figures of the
+    schedules' papers, PyTorch's `visualize_schedule` (row 9.6).
 
     Args:
         timeline: What `simulate` returned.
@@ -75,9 +76,8 @@ def draw(timeline: Timeline, ax: "Axes | None" = None, *, memory_ax: "Axes | Non
     if memory_ax is not None:
         _draw_memory(timeline, memory_ax)
     (memory_ax or ax).set_xlabel("time")
-    found = ax.get_figure(root=True)
-    assert found is not None, "axes belong to a figure"
-    return found
+    found = ax.figure
+    return found if isinstance(found, Figure) else found.figure  # of a subfigure
 
 
 def _size_in(timeline: Timeline) -> tuple[float, float]:
