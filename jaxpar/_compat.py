@@ -1,6 +1,6 @@
 """The one quarantine: what differs between JAX versions, and every semi-public name that jaxpar needs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -89,4 +89,42 @@ def without_unused(jaxpr: Any, used_outputs: list[bool]) -> tuple[Any, list[bool
 
 def as_function(jaxpr: Any, consts: Any) -> Callable[..., list[jax.Array]]:
     """Returns a jaxpr as a function of flat arrays."""
-    return jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(jaxpr, consts))
+    return jax.extend.core.jaxpr_as_fun(closed(jaxpr, consts))
+
+
+def closed(jaxpr: Any, consts: Any) -> Any:
+    """A jaxpr with its constants."""
+    return jax.extend.core.ClosedJaxpr(jaxpr, consts)
+
+
+def mark_stage(x: jax.Array, index: int) -> jax.Array:
+    """Mark a value as what enters pipeline stage `index`: the identity, which shows in a traced program."""
+    return _mark_stage_p.bind(x, index=index)
+
+
+def marked_stage(equation: Any) -> int | None:
+    """Which stage the equation marks the entry of; None if it is no such mark."""
+    return equation.params["index"] if equation.primitive is _mark_stage_p else None
+
+
+_mark_stage_p = jax.extend.core.Primitive("mark_stage")
+_mark_stage_p.def_abstract_eval(lambda x, *, index: x)
+_mark_stage_p.def_impl(lambda x, *, index: x)
+mlir.register_lowering(_mark_stage_p, lambda ctx, x, *, index: [x])
+ad.deflinear2(_mark_stage_p, lambda ct, x, *, index: [ct])
+batching.defvectorized(_mark_stage_p)
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an operand of an equation is a constant written into it."""
+    return isinstance(atom, jax.extend.core.Literal)
+
+
+def sub_program(jaxpr: Any, inputs: Sequence[Any], outputs: Sequence[Any], equations: Sequence[Any]) -> Any:
+    """The jaxpr of some equations of another one, with variables of that one as inputs and outputs; same constants."""
+    return jaxpr.replace(
+        invars=list(inputs),
+        outvars=list(outputs),
+        eqns=list(equations),
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )

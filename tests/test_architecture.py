@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 MAX_LINES = 500
 
 # What each part may import of jaxpar; a part is a top-level module or sub-package. Siblings never meet.
-FOUNDATION = {"_errors", "_compat", "_pytree", "_module", "_mean", "_after", "_flat", "_spec", "_record"}
+FOUNDATION = {"_errors", "_compat", "_pytree", "_module", "_mean", "_after", "_flat", "_spec", "_record", "_residuals"}
 MAY_IMPORT = {
     "_errors": set(),
     "_compat": {"_errors"},
@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "_flat": set(),
     "_spec": set(),
     "_record": {"_flat"},
+    "_residuals": {"_compat", "_module"},
     "_init_sharded": FOUNDATION,
     "mesh": FOUNDATION,
     "ddp": FOUNDATION | {"mesh"},

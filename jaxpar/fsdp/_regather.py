@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxpar import _compat
 from jaxpar._after import number_of
-from jaxpar.fsdp._residuals import Static, instantiate, is_floating, split_backward
+from jaxpar._residuals import Static, instantiate, is_floating, split_backward
 
 Leaves = list[jax.Array]
 

@@ -1,5 +1,8 @@
 """Pipeline parallelism: a schedule is data, proved lawful when it is made, simulated, drawn and run."""
 
+from jaxpar.pp._pipeline import PipelinePlan as PipelinePlan
+from jaxpar.pp._pipeline import pipeline as pipeline
+from jaxpar.pp._pipeline import plan_of as plan_of
 from jaxpar.pp._schedule._action import Action as Action
 from jaxpar.pp._schedule._action import Op as Op
 from jaxpar.pp._schedule._auto_schedule import auto_schedule as auto_schedule

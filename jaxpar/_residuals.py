@@ -2,6 +2,7 @@
 
     jax.vjp(fn)     outputs, pullback;  the pullback's residuals r0 r1 r2 ... are known from the traced forward
     r_i needs only parameters (the parameter itself, its cast, its transpose)  ->  made again from the parameters
+    r_i is an input that stays there anyway                                    ->  taken from there
     r_i needs an input                                                         ->  kept
 
 What needs what is read from the jaxpr, inside nested programs too.
@@ -32,7 +33,7 @@ class SplitBackward:
         is_wanted: for each argument, whether its cotangent is asked for.
         program: (*full, *inputs) -> (*outputs, *kept).
         remake: full -> the residuals made of parameters alone.
-        order: where each residual comes from: (is_kept, position there).
+        order: where each residual comes from: ("kept", "remade" or "inputs", position there).
         pullback: structure of the pullback whose leaves are the residuals.
     """
 
@@ -41,7 +42,7 @@ class SplitBackward:
     is_wanted: tuple[bool, ...]
     program: Callable[..., Leaves]
     remake: Callable[..., Leaves]
-    order: tuple[tuple[bool, int], ...]
+    order: tuple[tuple[str, int], ...]
     pullback: Any
 
     def forward(self, full: Leaves, inputs: Leaves) -> tuple[Leaves, Leaves]:
@@ -49,10 +50,12 @@ class SplitBackward:
         values = self.program(*full, *inputs)
         return values[: self.num_outputs], values[self.num_outputs :]
 
-    def backward(self, full: Leaves, kept: Leaves, cotangents: Leaves) -> tuple[Leaves, Leaves]:
+    def backward(
+        self, full: Leaves, kept: Leaves, cotangents: Leaves, inputs: Sequence[Any] = ()
+    ) -> tuple[Leaves, Leaves]:
         """Returns the cotangents of parameters and inputs; None for those not wanted."""
-        remade = self.remake(*full)
-        residuals = [kept[i] if is_kept else remade[i] for is_kept, i in self.order]
+        source = {"kept": kept, "remade": self.remake(*full), "inputs": inputs}
+        residuals = [source[where][i] for where, i in self.order]
         pullback = jax.tree.unflatten(self.pullback, residuals)
         wanted = iter(pullback(cotangents))
         out = [next(wanted) if want else None for want in self.is_wanted]
@@ -60,7 +63,13 @@ class SplitBackward:
 
 
 def split_backward(
-    fn: Callable[[Leaves, Leaves], Leaves], full: Leaves, inputs: Leaves, is_wanted: Sequence[bool]
+    fn: Callable[[Leaves, Leaves], Leaves],
+    full: Leaves,
+    inputs: Leaves,
+    is_wanted: Sequence[bool],
+    *,
+    num_aux: int = 0,
+    stays: Sequence[bool] = (),
 ) -> SplitBackward:
     """Traces `fn(full, inputs)` and its backward, once; nothing runs.
 
@@ -69,44 +78,57 @@ def split_backward(
         full: parameters.
         inputs: everything else.
         is_wanted: for each leaf of both, whether its cotangent is asked for.
+        num_aux: how many outputs, the last ones, have no cotangent.
+        stays: for each input whether the backward is given it again, so that it need not be kept.
     """
     pullback_of: list[Any] = []
 
     def linearized(*values: jax.Array) -> Leaves:
-        def of_wanted(*wanted: jax.Array) -> Leaves:
+        def of_wanted(*wanted: jax.Array) -> tuple[Leaves, Leaves]:
             left = iter(wanted)
             merged = [next(left) if want else x for x, want in zip(values, is_wanted, strict=True)]
-            return fn(merged[: len(full)], merged[len(full) :])
+            outputs = fn(merged[: len(full)], merged[len(full) :])
+            return outputs[: len(outputs) - num_aux], outputs[len(outputs) - num_aux :]
 
         wanted = [x for x, want in zip(values, is_wanted, strict=True) if want]
-        outputs, pullback = jax.vjp(of_wanted, *wanted)
+        outputs, pullback, aux = jax.vjp(of_wanted, *wanted, has_aux=True)
         residuals, structure = jax.tree.flatten(pullback)
-        pullback_of.append((len(outputs), structure))
-        return [*outputs, *residuals]
+        pullback_of.append((len(outputs) + len(aux), structure))
+        return [*outputs, *aux, *residuals]
 
     closed = jax.make_jaxpr(linearized)(*full, *inputs)
     num_outputs, pullback = pullback_of[-1]
-    return _cut(closed, len(full), num_outputs, tuple(is_wanted), pullback)
+    return _cut(closed, len(full), num_outputs, tuple(is_wanted), pullback, stays or [False] * len(inputs))
 
 
 def _cut(
-    closed: Any, num_full: int, num_outputs: int, is_wanted: tuple[bool, ...], pullback: Any
+    closed: Any,
+    num_full: int,
+    num_outputs: int,
+    is_wanted: tuple[bool, ...],
+    pullback: Any,
+    stays: Sequence[bool],
 ) -> SplitBackward:
     jaxpr = closed.jaxpr
-    made_of_parameters = [
-        index >= num_outputs and _needs_only(jaxpr, index, num_full) for index in range(len(jaxpr.outvars))
-    ]
-    order, counts = [], [0, 0]
+    staying = {variable: i for i, variable in enumerate(jaxpr.invars[num_full:]) if stays[i]}
+    order: list[tuple[str, int]] = []
+    is_kept, is_remade = [i < num_outputs for i in range(len(jaxpr.outvars))], [False] * len(jaxpr.outvars)
     for index in range(num_outputs, len(jaxpr.outvars)):
-        is_kept = not made_of_parameters[index]
-        order.append((is_kept, counts[is_kept]))
-        counts[is_kept] += 1
+        variable = jaxpr.outvars[index]
+        if not _compat.is_literal(variable) and variable in staying:
+            order.append(("inputs", staying[variable]))
+        elif _needs_only(jaxpr, index, num_full):
+            order.append(("remade", sum(is_remade)))
+            is_remade[index] = True
+        else:
+            order.append(("kept", sum(is_kept) - num_outputs))
+            is_kept[index] = True
     return SplitBackward(
         num_full=num_full,
         num_outputs=num_outputs,
         is_wanted=is_wanted,
-        program=_part(closed, [not only for only in made_of_parameters]),
-        remake=_part(closed, made_of_parameters),
+        program=_part(closed, is_kept),
+        remake=_part(closed, is_remade),
         order=tuple(order),
         pullback=pullback,
     )

@@ -1,0 +1,156 @@
+"""`pipeline`: say how a model is cut into stages and in which order they run; a `TrainStep` does it.
+
+model     the same object, its class swapped for one that carries the plan
+TrainStep(loss_fn, model, ...)     traces the loss once, cuts it, and runs the schedule
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flax import nnx
+
+from jaxpar._errors import ParallelizeError
+from jaxpar._module import ModuleT, swap_class
+from jaxpar.mesh import MeshLike, as_jax_mesh, axes_of
+from jaxpar.pp._schedule._get_schedule import find_builder, get_schedule
+from jaxpar.pp._schedule._schedule import Schedule
+from jaxpar.pp._split_points import SplitPoint, Splits, balanced_splits, check_splits
+
+PLAN = "_jaxpar_pipeline"
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """How a model is pipelined; an attribute of its class.
+
+    Args:
+        axis: the mesh axis over which stages lie.
+        splits: where stages begin.
+        schedule: who does what, in which order.
+        remat: whether a stage keeps only what it receives, and computes its forward again in the backward.
+    """
+
+    axis: str
+    splits: Splits
+    schedule: Schedule
+    remat: bool
+
+
+def pipeline(
+    model: ModuleT,
+    mesh: MeshLike,
+    *,
+    split_spec: Mapping[str, SplitPoint] | None = None,
+    n_stages: int | None = None,
+    schedule: str | Schedule = "1F1B",
+    n_microbatches: int | None = None,
+    remat: bool = False,
+) -> ModuleT:
+    """Pipelines a model over a mesh axis: `TrainStep` cuts its loss into stages and runs them by the schedule.
+
+    The cut is made in the traced program, by data flow: skip connections, masks, keyword arguments and tied weights need
+    no change of the model. Over the axis travel, for each microbatch, the activations between neighbour stages, and
+    their gradients back. Parameters move to the devices of their stage when the `TrainStep` is built. Outside a step
+    nothing is changed. Sources: PyTorch's `pipeline` and `PipelineStage` (parity PP1, PP3).
+
+    Args:
+        model: a Flax NNX module, already given to `fully_shard`, `parallelize_module` or `DistributedDataParallel` over
+            other axes, or not.
+        mesh: one mesh axis, as `mesh["pp"]`; its size is the number of ranks.
+        split_spec: module names and "beginning" or "end": where stages begin, in the order in which they run.
+        n_stages: instead, how many stages: cut between the modules of the model's longest list, so that the heaviest
+            stage has as few parameters as possible. Default: one for each rank.
+        schedule: a name for `get_schedule`, or a `Schedule` for these stages.
+        n_microbatches: in how many parts each step takes its batch; for a schedule given by name.
+        remat: keep only what stages receive, and compute the forward again in the backward.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ParallelizeError: a split point that does not exist, too many stages, a mesh of several axes, or a schedule for
+            another number of ranks or stages.
+        ScheduleError: the named schedule is not defined for these numbers.
+
+    Example:
+        >>> import jaxpar
+        >>> from flax import nnx
+        >>> mesh = jaxpar.init_device_mesh((2, 4), ("pp", "dp"))
+        >>> model = nnx.Sequential(*[nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(4)])
+        >>> _ = jaxpar.pp.pipeline(model, mesh["pp"], n_stages=2, n_microbatches=4)
+        >>> jaxpar.pp.plan_of(model).splits
+        (('layers.2', 'beginning'),)
+    """
+    names = axes_of(mesh)
+    if len(names) != 1:
+        raise ParallelizeError(
+            f"pipeline: stages lie along one mesh axis, got a mesh with the axes {names}. Write pipeline(model, mesh['pp'])."
+        )
+    n_ranks = as_jax_mesh(mesh).shape[names[0]]
+    if split_spec is not None and n_stages is not None:
+        raise ParallelizeError(
+            "pipeline: give split_spec or n_stages, not both: one says where, the other how many."
+        )
+    if split_spec is not None:
+        splits = check_splits(model, split_spec)
+    else:
+        wanted = n_stages or (
+            schedule.n_stages if isinstance(schedule, Schedule) else _usual_stages(schedule, n_ranks)
+        )
+        splits = balanced_splits(model, wanted)
+    plan = PipelinePlan(
+        names[0], splits, _schedule(schedule, n_ranks, len(splits) + 1, n_microbatches), remat
+    )
+    return swap_class(model, "Pipeline", _call, {PLAN: plan})
+
+
+def plan_of(model: Any) -> PipelinePlan | None:
+    """The plan of a model that was given to `pipeline`; None for another one.
+
+    Args:
+        model: any module.
+
+    Example:
+        >>> from flax import nnx
+        >>> plan_of(nnx.Linear(2, 2, rngs=nnx.Rngs(0))) is None
+        True
+    """
+    return getattr(type(model), PLAN, None)
+
+
+def _call(original: Any, self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **kwargs)
+
+
+def _usual_stages(name: str, n_ranks: int) -> int:
+    return find_builder(name).usual_stages_per_rank * n_ranks
+
+
+def _schedule(schedule: str | Schedule, n_ranks: int, n_stages: int, n_microbatches: int | None) -> Schedule:
+    if isinstance(schedule, Schedule):
+        for what, has, wanted in (
+            ("ranks", schedule.n_ranks, n_ranks),
+            ("stages", schedule.n_stages, n_stages),
+        ):
+            if has != wanted:
+                raise ParallelizeError(
+                    f"pipeline: the schedule is for {has} {what}, but there are {wanted}: the mesh axis has {n_ranks} ranks, "
+                    f"the model is cut into {n_stages} stages."
+                )
+        if n_microbatches not in (None, schedule.n_microbatches):
+            raise ParallelizeError(
+                f"pipeline: n_microbatches={n_microbatches}, but the schedule is for {schedule.n_microbatches}. Leave it out."
+            )
+        return schedule
+    if n_microbatches is None:
+        raise ParallelizeError(
+            f"pipeline: how many microbatches? Write n_microbatches={4 * n_ranks}, for instance."
+        )
+    if n_stages % n_ranks:
+        raise ParallelizeError(
+            f"pipeline: {n_stages} stages do not divide among {n_ranks} ranks ({n_stages} % {n_ranks} = {n_stages % n_ranks}), "
+            f"as the schedule {schedule!r} wants it. Cut into {-(-n_stages // n_ranks) * n_ranks} stages, or give a Schedule "
+            f"with a rank_of_stage of its own."
+        )
+    return get_schedule(schedule, n_ranks, n_microbatches, stages_per_rank=n_stages // n_ranks)

@@ -1,0 +1,113 @@
+"""Where a model is cut: at the beginning or the end of modules, by dotted name.
+
+split_spec={"blocks.2": "beginning", "blocks.3": "end"}     stage 1 begins with blocks.2, stage 2 behind blocks.3
+"""
+
+import difflib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+from flax import nnx
+
+from jaxpar import _compat
+from jaxpar._errors import ParallelizeError
+from jaxpar._module import OUTSIDE, swap_class
+
+SplitPoint = Literal["beginning", "end"]
+Splits = tuple[tuple[str, SplitPoint], ...]
+
+
+def check_splits(model: nnx.Module, split_spec: Mapping[str, SplitPoint]) -> Splits:
+    """The split points in the order given, which is the order of the stages.
+
+    Raises:
+        ParallelizeError: a name that is no module of the model, or a word that is neither "beginning" nor "end".
+    """
+    names = [_name(path) for path, _ in nnx.iter_modules(model) if path]
+    for name, point in split_spec.items():
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=3)
+            raise ParallelizeError(
+                f"pipeline: split_spec names {name!r}, but {type(model).__name__} has no module of that name. "
+                f"{f'Near it are {close}' if close else f'It has {names[:8]}'}."
+            )
+        if point not in ("beginning", "end"):
+            raise ParallelizeError(
+                f'pipeline: split_spec[{name!r}] is {point!r}; write "beginning" or "end" of the module.'
+            )
+    return tuple(split_spec.items())
+
+
+def balanced_splits(model: nnx.Module, n_stages: int) -> Splits:
+    """Split points that give stages about equal numbers of parameters: between the modules of the longest list.
+
+    Raises:
+        ParallelizeError: the model has no list of modules, or fewer modules in it than stages.
+    """
+    if n_stages == 1:
+        return ()
+    lists = [(path, module) for path, module in nnx.iter_modules(model) if isinstance(module, nnx.List)]
+    path, layers = max(lists, key=lambda found: len(found[1]), default=((), []))
+    if len(layers) < n_stages:
+        raise ParallelizeError(
+            f"pipeline: n_stages={n_stages}, but the longest list of modules in {type(model).__name__} "
+            f"{f'is {_name(path)} with {len(layers)}' if path else 'is missing'}. Write n_stages={max(len(layers), 1)} or "
+            f"fewer, or say where to cut: split_spec={{'<module>': 'beginning'}}."
+        )
+    weights = [_num_parameters(layer) or 1 for layer in layers]
+    starts = _balance(weights, n_stages)
+    return tuple((f"{_name(path)}.{start}", "beginning") for start in starts)
+
+
+def mark_splits(model: nnx.Module, splits: Splits) -> None:
+    """Mark the stage entries in a model that lives only in a trace, in place: what enters a stage is marked by its number."""
+    modules = {_name(path): module for path, module in nnx.iter_modules(model)}
+    for index, (name, point) in enumerate(splits, start=1):
+        swap_class(modules[name], f"Split{index}", _marking(index, point), level=OUTSIDE)
+
+
+@functools.cache
+def _marking(index: int, point: SplitPoint) -> Callable[..., Any]:
+    """The call of a module at whose beginning or end stage `index` begins; cached, so that classes are shared."""
+
+    def call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        if point == "beginning":
+            args, kwargs = _marked((args, kwargs), index)
+            return original(*args, **kwargs)
+        return _marked(original(*args, **kwargs), index)
+
+    return call
+
+
+def _marked(tree: Any, index: int) -> Any:
+    return jax.tree.map(lambda x: _compat.mark_stage(x, index) if isinstance(x, jax.Array) else x, tree)
+
+
+def _balance(weights: Sequence[float], n_parts: int) -> list[int]:
+    """Where parts begin (all but the first) so that the heaviest part is as light as can be; none is empty."""
+    n = len(weights)
+    sums = [0.0]
+    for weight in weights:
+        sums.append(sums[-1] + weight)
+    # best[k][i]: the lightest heaviest part when the first i weights make k parts, and where the last part begins.
+    best = [[(sums[i], 0) for i in range(n + 1)]]
+    for k in range(1, n_parts):
+        row = [(float("inf"), 0)] * (n + 1)
+        for i in range(k + 1, n + 1):
+            row[i] = min((max(best[k - 1][j][0], sums[i] - sums[j]), j) for j in range(k, i))
+        best.append(row)
+    starts, i = [], n
+    for k in range(n_parts - 1, 0, -1):
+        i = best[k][i][1]
+        starts.append(i)
+    return starts[::-1]
+
+
+def _num_parameters(module: Any) -> int:
+    return sum(x.size for x in jax.tree.leaves(nnx.state(module, nnx.Param)))
+
+
+def _name(path: Sequence[Any]) -> str:
+    return ".".join(map(str, path))

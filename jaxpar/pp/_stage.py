@@ -1,0 +1,285 @@
+"""One stage on its devices: its programs, compiled, with arrays in and out.
+
+    start      variables -> sums of losses and of gradients (zero), variables that the forward changes
+    forward    params, variables, batch, number, received, sums -> sent, kept, sums, variables      (F)
+    backward   params, kept, received, gradients of sent, sums -> gradients of received, sums       (B)
+    inputs     params, kept, received, gradients of sent -> gradients of received, carry            (I)
+    weights    what W uses of these, carry, sums -> sums                                            (W)
+
+Sums are updated in place (donated). What a program does not return, and nobody holds, is free when it has run.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxpar import _compat
+from jaxpar._module import vary
+from jaxpar.pp._code import StageCode
+from jaxpar.pp._stacked import spec, stack, unstack
+
+Leaves = list[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Kinds:
+    """How the inputs and outputs of the whole program are numbered, and how they lie on a stage's mesh.
+
+    Inputs: trained parameters, other variables, batch, the microbatch's number. Outputs: what is summed over microbatches
+    (the loss's total first), then the other variables after the forward.
+
+    Args:
+        params: how each parameter lies.
+        rest: how each other variable lies.
+        batch: how every array of the batch lies.
+        param_marks: for each parameter the axes over which it is marked as varying: its gradient is summed there later.
+        rest_marks: for each other variable, the axes over which the forward lets it vary.
+        num_sums: how many outputs are summed.
+        n_microbatches: in how many parts each device takes its rows.
+    """
+
+    params: tuple[PartitionSpec, ...]
+    rest: tuple[PartitionSpec, ...]
+    batch: PartitionSpec
+    param_marks: tuple[tuple[str, ...], ...]
+    rest_marks: tuple[tuple[str, ...], ...]
+    num_sums: int
+    n_microbatches: int
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """The compiled programs of one stage; each compiles when it is first called.
+
+    Args:
+        code: its traced programs.
+        kinds: how the whole program is numbered.
+        mesh: its devices; the axes are those that the trace saw.
+    """
+
+    code: StageCode
+    kinds: Kinds
+    mesh: Mesh
+
+    @property
+    def rest(self) -> tuple[int, ...]:
+        """Which other variables it reads."""
+        return tuple(i - len(self.kinds.params) for i in self.code.others if i < self._first_batch)
+
+    @property
+    def changed(self) -> tuple[int, ...]:
+        """Which other variables its forward changes."""
+        return tuple(i - self.kinds.num_sums for i in self.code.results if i >= self.kinds.num_sums)
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """Which arrays of the batch it reads; the last number is the microbatch's number."""
+        return tuple(i - self._first_batch for i in self.code.others if i >= self._first_batch)
+
+    @property
+    def _first_batch(self) -> int:
+        return len(self.kinds.params) + len(self.kinds.rest)
+
+    def sharding(self, type_: Any) -> NamedSharding:
+        """Where a value of this type lies between programs."""
+        return NamedSharding(self.mesh, spec(type_, self.mesh.axis_names))
+
+    @functools.cached_property
+    def start(self) -> Callable[..., Any]:
+        """`(params, changed variables) -> (sums, gradients, changed variables)`, between programs."""
+
+        def run(params: Leaves, changed: Leaves) -> tuple[Leaves, Leaves, Leaves]:
+            zeros = [_zeros(t) for t in self._sum_types]
+            changed = [vary(x, self.kinds.rest_marks[i]) for i, x in zip(self.changed, changed, strict=True)]
+            grads = [_zeros(t) for t in self._grad_types]
+            return _stack(zeros), _stack(grads), _stack(changed)
+
+        rest = [self.kinds.rest[i] for i in self.changed]
+        out = (self._specs(self._sum_types), self._specs(self._grad_types), self._specs(self._changed_types))
+        return self._program(run, (self._param_specs, rest), out)
+
+    @functools.cached_property
+    def forward(self) -> Callable[..., Any]:
+        """`(params, fixed variables, changed variables, batch, number, received, sums)` -> the same side of the stage:
+        `(sent, kept, changed variables, sums)`."""
+
+        def run(
+            params: Leaves,
+            fixed: Leaves,
+            changed: Leaves,
+            batch: Leaves,
+            number: Any,
+            received: Leaves,
+            sums: Leaves,
+        ) -> tuple[Leaves, Leaves, Leaves, Leaves]:
+            others = self._others(fixed, _unstack(changed), batch, number)
+            values = iter(self.code.forward(*self._marked(params), *others, *_unstack(received)))
+            sent, results, kept = (
+                [next(values) for _ in types]
+                for types in (self.code.sent, self.code.result_types, self.code.kept)
+            )
+            made = dict(zip(self.code.results, results, strict=True))
+            sums = [old + made[i] for i, old in zip(self._sums, _unstack(sums), strict=True)]
+            changed = [made[self.kinds.num_sums + i] for i in self.changed]
+            return _stack(sent), _stack(kept), _stack(changed), _stack(sums)
+
+        fixed = [self.kinds.rest[i] for i in self.fixed]
+        batch = [self.kinds.batch for _ in self.arrays]
+        changed, sums = self._specs(self._changed_types), self._specs(self._sum_types)
+        return self._program(
+            run,
+            (
+                self._param_specs,
+                fixed,
+                changed,
+                batch,
+                PartitionSpec(),
+                self._specs(self.code.received),
+                sums,
+            ),
+            (self._specs(self.code.sent), self._specs(self.code.kept), changed, sums),
+            donate=(6,),
+        )
+
+    @functools.cached_property
+    def backward(self) -> Callable[..., Any]:
+        """`(params, kept, received, gradients of sent, gradients) -> (gradients of received, gradients)`."""
+
+        def run(
+            params: Leaves, kept: Leaves, received: Leaves, after: Leaves, grads: Leaves
+        ) -> tuple[Leaves, Leaves]:
+            values = (self._marked(params), *map(_unstack, (kept, received, after)))
+            outputs = self.code.backward(*(x for leaves in values for x in leaves))
+            new, before = outputs[: len(grads)], outputs[len(grads) :]
+            return _stack(before), _stack(_added(_unstack(grads), new))
+
+        grads = self._specs(self._grad_types)
+        return self._program(
+            run, (*self._backward_specs, grads), (self._specs(self.code.gradients_before), grads), donate=(4,)
+        )
+
+    @functools.cached_property
+    def inputs(self) -> Callable[..., Any]:
+        """`(params, kept, received, gradients of sent) -> (gradients of received, carry)`."""
+
+        def run(params: Leaves, kept: Leaves, received: Leaves, after: Leaves) -> tuple[Leaves, Leaves]:
+            values = (self._marked(params), *map(_unstack, (kept, received, after)))
+            outputs = self.code.halves.first(*(x for leaves in values for x in leaves))
+            num = self.code.halves.num_first
+            return _stack(outputs[:num]), _stack(outputs[num:])
+
+        out = (self._specs(self.code.gradients_before), self._specs(self.code.halves.carry_types))
+        return self._program(run, self._backward_specs, out)
+
+    def kept_for_weights(self, kept: Leaves, received: Leaves, after: Leaves) -> Leaves:
+        """What W uses of what I was given, parameters apart."""
+        flat = [*kept, *received, *after]
+        return [
+            flat[i - len(self.code.params)]
+            for i in self.code.halves.second_uses
+            if i >= len(self.code.params)
+        ]
+
+    @functools.cached_property
+    def weights(self) -> Callable[..., Any]:
+        """`(params, what W uses, carry, gradients) -> gradients`."""
+        num_params = len(self.code.params)
+        uses = self.code.halves.second_uses
+        types = [*self.code.kept, *self.code.received, *self.code.gradients_after]
+
+        def run(params: Leaves, used: Leaves, carry: Leaves, grads: Leaves) -> Leaves:
+            marked = self._marked(params)
+            of_params = [marked[i] for i in uses if i < num_params]
+            new = self.code.halves.second(*of_params, *_unstack(used), *_unstack(carry))
+            return _stack(_added(_unstack(grads), new))
+
+        grads = self._specs(self._grad_types)
+        used = self._specs([types[i - num_params] for i in uses if i >= num_params])
+        carry = self._specs(self.code.halves.carry_types)
+        return self._program(run, (self._param_specs, used, carry, grads), grads, donate=(3,))
+
+    @property
+    def fixed(self) -> tuple[int, ...]:
+        """Which other variables it reads and does not change."""
+        return tuple(i for i in self.rest if i not in self.changed)
+
+    @property
+    def arrays(self) -> tuple[int, ...]:
+        """Which arrays of the batch it reads."""
+        return tuple(i for i in self.batch if i != self.code.number)
+
+    @property
+    def _sums(self) -> tuple[int, ...]:
+        return tuple(i for i in self.code.results if i < self.kinds.num_sums)
+
+    @property
+    def _sum_types(self) -> list[Any]:
+        types = dict(zip(self.code.results, self.code.result_types, strict=True))
+        return [types[i] for i in self._sums]
+
+    @property
+    def _changed_types(self) -> list[Any]:
+        types = dict(zip(self.code.results, self.code.result_types, strict=True))
+        return [types[self.kinds.num_sums + i] for i in self.changed]
+
+    @property
+    def _grad_types(self) -> list[Any]:
+        return [t.update(dtype=jnp.promote_types(t.dtype, jnp.float32)) for t in self.code.gradients]
+
+    @property
+    def _param_specs(self) -> list[PartitionSpec]:
+        return [self.kinds.params[i] for i in self.code.params]
+
+    @property
+    def _backward_specs(self) -> tuple[list[PartitionSpec], ...]:
+        code = self.code
+        return (self._param_specs, *map(self._specs, (code.kept, code.received, code.gradients_after)))
+
+    def _marked(self, params: Leaves) -> Leaves:
+        return [vary(p, self.kinds.param_marks[i]) for i, p in zip(self.code.params, params, strict=True)]
+
+    def _others(self, fixed: Leaves, changed: Leaves, batch: Leaves, number: Any) -> Leaves:
+        """The inputs of the whole program that are no parameters, in its order."""
+        variables = dict(zip(self.fixed, fixed, strict=True)) | dict(zip(self.changed, changed, strict=True))
+        variables = {i: vary(x, self.kinds.rest_marks[i]) for i, x in variables.items()}
+        arrays = {i: self._rows(x, number) for i, x in zip(self.arrays, batch, strict=True)}
+        return [
+            *(variables[i] for i in self.rest),
+            *(number if i == self.code.number else arrays[i] for i in self.batch),
+        ]
+
+    def _rows(self, x: jax.Array, number: jax.Array) -> jax.Array:
+        """This device's rows of one microbatch."""
+        parts = x.reshape(self.kinds.n_microbatches, -1, *x.shape[1:])
+        return jax.lax.dynamic_index_in_dim(parts, number, keepdims=False)
+
+    def _specs(self, types: Sequence[Any]) -> list[PartitionSpec]:
+        return [spec(t, self.mesh.axis_names) for t in types]
+
+    def _program(
+        self, fn: Callable[..., Any], in_specs: Any, out_specs: Any, donate: tuple[int, ...] = ()
+    ) -> Any:
+        return jax.jit(
+            jax.shard_map(fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs), donate_argnums=donate
+        )
+
+
+def _zeros(type_: Any) -> jax.Array:
+    return vary(jnp.zeros(type_.shape, type_.dtype), tuple(_compat.varying_axes(type_)))
+
+
+def _stack(values: Leaves) -> Leaves:
+    return [stack(x) for x in values]
+
+
+def _unstack(values: Leaves) -> Leaves:
+    return [unstack(x) for x in values]
+
+
+def _added(sums: Leaves, new: Leaves) -> Leaves:
+    return [old + x.astype(old.dtype) for old, x in zip(sums, new, strict=True)]
