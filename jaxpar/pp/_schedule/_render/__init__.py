@@ -1,1 +1,1 @@
-"""A timeline for the eye: picture, trace, text."""
+"""A timeline for the eye: a picture, or a trace."""

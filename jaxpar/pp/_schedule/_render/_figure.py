@@ -81,7 +81,8 @@ def draw(timeline: Timeline, ax: "Axes | None" = None, *, memory_ax: "Axes | Non
 
 
 def _size_in(timeline: Timeline) -> tuple[float, float]:
-    shortest = min((e.duration for row in timeline.events for e in row if e.duration), default=1.0)
+    numbered = (e for row in timeline.events for e in row if e.action.microbatch is not None)
+    shortest = min((event.duration for event in numbered if event.duration), default=1.0)
     width = _COLUMN_IN * timeline.makespan / shortest
     return min(max(width, _MIN_WIDTH_IN), _MAX_WIDTH_IN), 0.32 * len(timeline.events) + 2.6
 
