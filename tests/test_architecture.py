@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "pp": FOUNDATION | {"mesh"},
     "data": FOUNDATION | {"mesh"},
     "debug": FOUNDATION | {"mesh"},
-    "train": FOUNDATION | {"mesh", "ddp", "fsdp", "tp", "cp", "data", "debug"},
+    "train": FOUNDATION | {"mesh", "ddp", "fsdp", "tp", "cp", "pp", "data", "debug"},
 }
 NO_JAX = {"_errors"}
 PLAN_LAYER = (

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxpar import _compat
 
@@ -37,7 +38,7 @@ def _inlined(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], names: tupl
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
     def read(atom: Any) -> Any:
-        return atom.val if _compat.is_literal(atom) else values[atom]
+        return np.asarray(atom.val, atom.aval.dtype) if _compat.is_literal(atom) else values[atom]
 
     for equation in jaxpr.eqns:
         if equation.primitive.name in names:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxpar.pp._schedule._action import Action, Op
 from jaxpar.pp._schedule._schedule import Schedule
@@ -89,7 +90,7 @@ class _Run:
             for i, (old, x) in enumerate(zip(self.before[s], a.changed, strict=True))
         ]
         sent, kept, a.changed, a.sums = stage.forward(
-            a.params, a.fixed, changed, a.batch, m, received, a.sums
+            a.params, a.fixed, changed, a.batch, np.int32(m), received, a.sums
         )
         self.stash[s, m] = kept, received
         if s + 1 < len(self.stages):

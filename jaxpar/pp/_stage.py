@@ -94,13 +94,13 @@ class Stage:
         """`(params, changed variables) -> (sums, gradients, changed variables)`, between programs."""
 
         def run(params: Leaves, changed: Leaves) -> tuple[Leaves, Leaves, Leaves]:
-            zeros = [_zeros(t) for t in self._sum_types]
+            zeros = [_zeros(t) for t in self.sum_types]
             changed = [vary(x, self.kinds.rest_marks[i]) for i, x in zip(self.changed, changed, strict=True)]
-            grads = [_zeros(t) for t in self._grad_types]
+            grads = [_zeros(t) for t in self.grad_types]
             return _stack(zeros), _stack(grads), _stack(changed)
 
         rest = [self.kinds.rest[i] for i in self.changed]
-        out = (self._specs(self._sum_types), self._specs(self._grad_types), self._specs(self._changed_types))
+        out = (self._specs(self.sum_types), self._specs(self.grad_types), self._specs(self.changed_types))
         return self._program(run, (self._param_specs, rest), out)
 
     @functools.cached_property
@@ -124,13 +124,13 @@ class Stage:
                 for types in (self.code.sent, self.code.result_types, self.code.kept)
             )
             made = dict(zip(self.code.results, results, strict=True))
-            sums = [old + made[i] for i, old in zip(self._sums, _unstack(sums), strict=True)]
+            sums = [old + made[i] for i, old in zip(self.sums, _unstack(sums), strict=True)]
             changed = [made[self.kinds.num_sums + i] for i in self.changed]
             return _stack(sent), _stack(kept), _stack(changed), _stack(sums)
 
         fixed = [self.kinds.rest[i] for i in self.fixed]
         batch = [self.kinds.batch for _ in self.arrays]
-        changed, sums = self._specs(self._changed_types), self._specs(self._sum_types)
+        changed, sums = self._specs(self.changed_types), self._specs(self.sum_types)
         return self._program(
             run,
             (
@@ -158,7 +158,7 @@ class Stage:
             new, before = outputs[: len(grads)], outputs[len(grads) :]
             return _stack(before), _stack(_added(_unstack(grads), new))
 
-        grads = self._specs(self._grad_types)
+        grads = self._specs(self.grad_types)
         return self._program(
             run, (*self._backward_specs, grads), (self._specs(self.code.gradients_before), grads), donate=(4,)
         )
@@ -198,7 +198,7 @@ class Stage:
             new = self.code.halves.second(*of_params, *_unstack(used), *_unstack(carry))
             return _stack(_added(_unstack(grads), new))
 
-        grads = self._specs(self._grad_types)
+        grads = self._specs(self.grad_types)
         used = self._specs([types[i - num_params] for i in uses if i >= num_params])
         carry = self._specs(self.code.halves.carry_types)
         return self._program(run, (self._param_specs, used, carry, grads), grads, donate=(3,))
@@ -214,21 +214,25 @@ class Stage:
         return tuple(i for i in self.batch if i != self.code.number)
 
     @property
-    def _sums(self) -> tuple[int, ...]:
+    def sums(self) -> tuple[int, ...]:
+        """Which sums it makes."""
         return tuple(i for i in self.code.results if i < self.kinds.num_sums)
 
     @property
-    def _sum_types(self) -> list[Any]:
+    def sum_types(self) -> list[Any]:
+        """Their types."""
         types = dict(zip(self.code.results, self.code.result_types, strict=True))
-        return [types[i] for i in self._sums]
+        return [types[i] for i in self.sums]
 
     @property
-    def _changed_types(self) -> list[Any]:
+    def changed_types(self) -> list[Any]:
+        """Types of the variables that it changes."""
         types = dict(zip(self.code.results, self.code.result_types, strict=True))
         return [types[self.kinds.num_sums + i] for i in self.changed]
 
     @property
-    def _grad_types(self) -> list[Any]:
+    def grad_types(self) -> list[Any]:
+        """Types of the sums of gradients, in fp32 at least."""
         return [t.update(dtype=jnp.promote_types(t.dtype, jnp.float32)) for t in self.code.gradients]
 
     @property

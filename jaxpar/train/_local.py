@@ -78,10 +78,10 @@ class LocalStep:
         by_default = self.sums.plan(params)
         if self.accumulate > 1 or len(by_default.buckets) + len(by_default.groups) < 2:
             return by_default
-        order = ready_order(lambda p: self._forward(self.sums.marked(p), rest, batch)[0].total, params)
+        order = ready_order(lambda p: self.forward(self.sums.marked(p), rest, batch)[0].total, params)
         return self.sums.plan(params, order)
 
-    def _forward(
+    def forward(
         self,
         params: Sequence[jax.Array],
         rest: Sequence[jax.Array],
@@ -99,7 +99,7 @@ class LocalStep:
 
         def objective(mine: Leaves, states: Any) -> Any:
             marked, tokens = self.sums.in_backward(mine, params, states, plan)
-            loss, metrics, rest_out = self._forward(marked, rest, batch)
+            loss, metrics, rest_out = self.forward(marked, rest, batch)
             return (loss.total, tokens), ({"loss": loss, **metrics}, rest_out)
 
         mine = self.sums.slices.take(params)
@@ -114,7 +114,7 @@ class LocalStep:
         run = self._sum if self.units is None else self._sum_whole
         grads, means, rest = run(self.sums.marked(params), rest, microbatches)
         means, rest = self._reduce_results(means, rest)
-        scale = self._one_over_count(means["loss"], jnp.float32)
+        scale = self._one_over_count(means["loss"], jnp.promote_types(means["loss"].total.dtype, jnp.float32))
         grads = [(g * scale).astype(p.dtype) for g, p in zip(grads, params, strict=True)]
         plan = self._plan(params, rest, batch)
         grads, states = self.sums.after_backward(grads, states, plan, _number_of(means))
@@ -130,7 +130,7 @@ class LocalStep:
             rest = [start[i] if i in self.counts else x for i, x in enumerate(rest)]
 
             def objective(params: Leaves) -> Any:
-                loss, metrics, rest_out = self._forward(params, rest, rows, index)
+                loss, metrics, rest_out = self.forward(params, rest, rows, index)
                 return loss.total, ({"loss": loss, **metrics}, rest_out)
 
             total, pullback, (means, rest_out) = jax.vjp(objective, params, has_aux=True)
@@ -154,12 +154,37 @@ class LocalStep:
         return x.reshape(self.accumulate, x.shape[0] // self.accumulate, *x.shape[1:])
 
     def _one_over_count(self, loss: Mean, dtype: Any) -> jax.Array:
-        count = self.num_ranks * self.accumulate if loss.count is None else loss.count
+        return self.one_over(self.num_ranks * self.accumulate if loss.count is None else loss.count, dtype)
+
+    @staticmethod
+    def one_over(count: jax.Array | int, dtype: Any) -> jax.Array:
+        """1 / count; 0 for a batch in which nothing counts."""
         return divide(jnp.ones((), dtype), jnp.asarray(count, dtype))
 
     def _reduce_results(self, means: PyTree, rest: Leaves) -> tuple[PyTree, Leaves]:
         """Losses, metrics and the buffers that differ between ranks: one all-reduce in all."""
-        differing = [i for i, x in enumerate(rest) if varying_axes(x) & set(self.rest_axes[i])]
+        differing = self._differing(rest, self.rest_axes)
+        means, synced = sum_over_ranks(
+            means, [rest[i] for i in differing], self.axes, is_buffer_mean=self.is_buffer_mean
+        )
+        return means, _replaced(rest, differing, synced)
+
+    def made_equal(self, rest: Leaves, rest_axes: Sequence[tuple[str, ...]]) -> Leaves:
+        """Variables that differ between ranks over which they are replicated, made equal: one all-reduce, or none."""
+        differing = self._differing(rest, rest_axes)
+        if not differing:
+            return rest
+        buffers = [rest[i] for i in differing]
+        _, synced = sum_over_ranks({}, buffers, self.axes, is_buffer_mean=self.is_buffer_mean)
+        return _replaced(rest, differing, synced)
+
+    def _differing(self, rest: Leaves, rest_axes: Sequence[tuple[str, ...]]) -> list[int]:
+        """Which variables differ between ranks over which they are replicated.
+
+        Raises:
+            BatchError: one of them is not floating.
+        """
+        differing = [i for i, x in enumerate(rest) if varying_axes(x) & set(rest_axes[i])]
         for i in differing:
             if not jnp.issubdtype(rest[i].dtype, jnp.floating):
                 raise BatchError(
@@ -167,13 +192,12 @@ class LocalStep:
                     f"the ranks of {self.axes}. A replicated variable must be equal on all of them: reduce it with "
                     f"jaxpar.mesh.all_reduce, or make it floating to take rank 0's."
                 )
-        means, synced = sum_over_ranks(
-            means, [rest[i] for i in differing], self.axes, is_buffer_mean=self.is_buffer_mean
-        )
-        rest = list(rest)
-        for i, x in zip(differing, synced, strict=True):
-            rest[i] = x
-        return means, rest
+        return differing
+
+
+def _replaced(values: Leaves, places: Sequence[int], new: Sequence[jax.Array]) -> Leaves:
+    replaced = dict(zip(places, new, strict=True))
+    return [replaced.get(i, x) for i, x in enumerate(values)]
 
 
 def _number_of(means: PyTree) -> jax.Array:

@@ -31,10 +31,12 @@ from jaxpar.fsdp._whole import Units
 from jaxpar.fsdp._zero1 import cuts_of
 from jaxpar.mesh import MeshLike, as_jax_mesh, assert_same_everywhere, axes_of, warm_up
 from jaxpar.mesh._flat_buffers import default_flatten_below_bytes
+from jaxpar.pp import plan_of
 from jaxpar.train._checks import check_cuts, check_records, check_units
-from jaxpar.train._clip import clipping
+from jaxpar.train._clip import Norm, clipping
 from jaxpar.train._dropout import Positions, own_counts
 from jaxpar.train._local import LocalStep
+from jaxpar.train._pipelined import PipelinedStep
 from jaxpar.train._sums import GradientSums, slices_of
 from jaxpar.train._update import Update
 from jaxpar.train._variables import Variables
@@ -155,7 +157,7 @@ class TrainStep:
             positions=Positions(
                 rows=tuple(axis for axis in live if axis in self._batch_axes),
                 sequences=tuple(axis for axis in live if axis not in self._batch_axes),
-                num_microbatches=accumulate,
+                num_microbatches=accumulate if plan_of(model) is None else plan_of(model).schedule.n_microbatches,
             ),
             counts=tuple(i for i, v in enumerate(self._model.rest) if id(v) in counts),
             num_ranks=math.prod(self._mesh.shape[axis] for axis in live),
@@ -163,6 +165,19 @@ class TrainStep:
             is_buffer_mean=config.sync_buffers == "mean",
             units=Units.of(model, self._model.variables) if accumulate_unsharded else None,
         )
+        self._pipelined = None
+        plan = plan_of(model)
+        if plan is not None:
+            self._pipelined = PipelinedStep(
+                plan,
+                self._mesh,
+                self._model,
+                self._optimizer,
+                self._local,
+                batch_axes=self._batch_axes,
+                clip=None if clip_norm is None else (clip_norm, Norm(clip_norm_type)),
+            )
+            return
         self._states = self._init_hook_states()
         self._jitted = self._build(clip_norm, clip_norm_type, donate=donate)
         self._agreed = False
@@ -182,6 +197,8 @@ class TrainStep:
         Raises:
             BatchError: dim 0 does not divide into the ranks and microbatches, or the loss is no scalar.
         """
+        if self._pipelined is not None:
+            return self._pipelined(batch)
         arguments = self._arguments(batch)
         if not self._agreed:
             self._agree(arguments)

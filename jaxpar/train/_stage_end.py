@@ -1,0 +1,90 @@
+"""What ends a pipelined step: losses of the whole batch, gradients reduced over it, one norm over all stages.
+
+    last stage   sums of losses, all stages' metrics  ->  metrics, 1 / count           one all-reduce over the batch axes
+    each stage   sums of gradients, 1 / count         ->  gradients                    as without a pipeline, on its own devices
+    each stage   gradients -> sum of squares          ->  norm, on the last stage      if clipping
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxpar._mean import Mean
+from jaxpar.pp._stacked import spec, unstack
+from jaxpar.train._local import LocalStep
+from jaxpar.train._metrics import sum_over_ranks, values
+from jaxpar.train._sums import GradientSums
+
+Leaves = list[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class MeansOfAll:
+    """Sums of losses and metrics, per device and of all microbatches, to the metrics of the whole batch.
+
+    Args:
+        treedef: of the metrics, as `Mean`s.
+        local: the step's options: axes, number of ranks.
+        num_parts: ranks times microbatches.
+    """
+
+    treedef: Any
+    local: LocalStep
+    num_parts: int
+
+    def compiled(self, mesh: Mesh, types: Sequence[Any]) -> Callable[..., Any]:
+        """`(sums between programs) -> (metrics, 1 / count)`, equal on all devices of a stage."""
+
+        def run(sums: Leaves) -> tuple[Any, jax.Array]:
+            means = jax.tree.unflatten(self.treedef, [unstack(x) for x in sums])
+            means, _ = sum_over_ranks(means, [], self.local.axes)
+            loss: Mean = means["loss"]
+            count = self.num_parts if loss.count is None else loss.count
+            dtype = jnp.promote_types(jnp.result_type(loss.total), jnp.float32)
+            return values(means, self.num_parts), self.local.one_over(count, dtype)
+
+        specs = [spec(t, mesh.axis_names) for t in types]
+        return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec()))
+
+
+@dataclass(frozen=True, eq=False)
+class GradientsOfStage:
+    """Sums of gradients, per device and of all microbatches, to gradients of the whole batch.
+
+    Args:
+        sums: how the stage's parameters are summed.
+        local: the step's options.
+        changed_axes: for each variable that the stage changed, the axes over which it must be made equal.
+    """
+
+    sums: GradientSums
+    local: LocalStep
+    changed_axes: tuple[tuple[str, ...], ...]
+
+    def compiled(
+        self, mesh: Mesh, param_specs: Sequence[PartitionSpec], grad_types: Sequence[Any],
+        changed_types: Sequence[Any], changed_specs: Sequence[PartitionSpec],
+    ) -> Callable[..., Any]:  # fmt: skip
+        """`(params, gradients and variables between programs, 1 / count) -> (gradients, variables)`."""
+
+        def run(params: Leaves, grads: Leaves, changed: Leaves, scale: jax.Array) -> tuple[Leaves, Leaves]:
+            scaled = [
+                (unstack(g) * scale).astype(p.dtype) for g, p in zip(grads, params, strict=True)
+            ]
+            states = self.sums.reduction.init_states(params)  # of a stateless hook: nothing
+            reduced, _ = self.sums.after_backward(scaled, states, self.sums.plan(params), scale)
+            return reduced, self.local.made_equal([unstack(x) for x in changed], self.changed_axes)
+
+        names = mesh.axis_names
+        in_specs = (
+            list(param_specs),
+            [spec(t, names) for t in grad_types],
+            [spec(t, names) for t in changed_types],
+            PartitionSpec(),
+        )
+        out_specs = (list(param_specs), list(changed_specs))
+        return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
