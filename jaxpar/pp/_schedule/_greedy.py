@@ -27,12 +27,14 @@ class Policy:
     fill: A W starts in a gap if the gap is at least this part of it: 1 only if it fits, 0 always.
     splits: Whether I and W are apart; else one B.
     goes_deep: Among ready forwards the one furthest along, or the oldest microbatch.
+    prefers_backward: When a forward and a backward are ready, the backward, instead of both in turn.
     """
 
     lead: float
     fill: float
     splits: bool
     goes_deep: bool
+    prefers_backward: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class _Greedy:
             lambda: self._ready_backward(state, now),
             lambda: self._ready_forward(state, now),
         ]
-        if not state.last_was_forward:
+        if not self.policy.prefers_backward and not state.last_was_forward:
             options.reverse()
         for option in options:
             if (action := option()) is not None:
