@@ -1,4 +1,4 @@
-"""What every benchmark shares: interleaved medians, and one JSON line per result.
+"""What every benchmark shares: interleaved medians, rows about programs, and one JSON line per result.
 
     from _common import Result, emit, interleave, is_quick
 
@@ -25,9 +25,10 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "==": operator.eq}
 _TARGET = re.compile(r"(ratio|value) *(<=|>=|==|<|>) *([0-9.e+-]+)")
@@ -93,6 +94,20 @@ def emit(*results: Result) -> int:
     return int(any(result.ok is False for result in results))
 
 
+def program_rows(
+    bench: str, config: str, ours: Mapping[str, Any], by_hand: Mapping[str, Any]
+) -> Iterator[Result]:
+    """What a step communicates and needs, beside the hand-written one; both as `_program.program_facts` gives them."""
+    (count, unit), (baseline_count, listed) = (_counted(facts["collectives"]) for facts in (ours, by_hand))
+    yield Result(bench, config, "collectives", count, unit, f"by hand, {listed}", baseline_count)
+    for metric, key, unit in (("sent", "sent_bytes", "MiB a step"), ("peak", "device_bytes", "MiB a device")):
+        yield Result(bench, config, metric, mib(ours[key]), unit, "by hand", mib(by_hand[key]))
+
+
+def mib(num_bytes: float) -> float:
+    return num_bytes / 2**20
+
+
 def interleave(
     contenders: Mapping[str, Callable[[], float | None]],
     *,
@@ -143,6 +158,11 @@ def is_quick(argv: list[str] | None, description: str | None) -> bool:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds: ends within 50 s on 2 cores")
     return parser.parse_args(argv).quick
+
+
+def _counted(collectives: Mapping[str, float]) -> tuple[float, str]:
+    kinds = " + ".join(f"{count:g} {kind}" for kind, count in collectives.items())
+    return sum(collectives.values()), f"a step ({kinds})"
 
 
 def _rounded(number: float | None) -> float | None:

@@ -17,7 +17,7 @@ said on stderr.
 from collections.abc import Iterator
 from typing import Any
 
-from _common import Result, emit, is_quick
+from _common import Result, emit, is_quick, mib, program_rows
 from _workers import (
     H100S,
     ONE_DEVICE_EACH,
@@ -60,15 +60,8 @@ def step_results(measured: dict[str, Any]) -> Iterator[Result]:
 
 def program_results(contenders: dict[str, Any]) -> Iterator[Result]:
     """What a step communicates and needs, read from the compiled programs."""
-    by_hand = contenders["by hand"]
     for suffix, ours in _ours(contenders):
-        config, (count, unit) = ONE_DEVICE_EACH + suffix, _counted(ours["collectives"])
-        baseline_count, listed = _counted(by_hand["collectives"])
-        yield _result(config, "collectives", count, unit, baseline_count, baseline=f"by hand, {listed}")
-        yield _result(config, "sent", _mib(ours["sent_bytes"]), "MiB a step", _mib(by_hand["sent_bytes"]))
-        yield _result(
-            config, "peak", _mib(ours["device_bytes"]), "MiB a device", _mib(by_hand["device_bytes"])
-        )
+        yield from program_rows("fsdp", ONE_DEVICE_EACH + suffix, ours, contenders["by hand"])
 
 
 def peer_results(step_s: float, rounds: int) -> Iterator[Result]:
@@ -77,14 +70,14 @@ def peer_results(step_s: float, rounds: int) -> Iterator[Result]:
         name: run_worker(WORKER, "rss", name, 5, layout=ONE_DEVICE_EACH)["rss_bytes"]
         for name in ("jaxpar", "by hand")
     }
-    yield _result(ONE_DEVICE_EACH, "resident a process", _mib(rss["jaxpar"]), "MiB", _mib(rss["by hand"]))
+    yield _result(ONE_DEVICE_EACH, "resident a process", mib(rss["jaxpar"]), "MiB", mib(rss["by hand"]))
     if has_torch("fsdp"):
         torch = run_worker("_fsdp_torch.py", rounds, layout=ONE_DEVICE_EACH)
         speeds = TOKENS_PER_STEP / step_s, TOKENS_PER_STEP / torch["step_s"]
         yield _result(
             ONE_DEVICE_EACH, "throughput", speeds[0], "tokens/s", speeds[1], baseline="PyTorch FSDP2, Gloo"
         )
-        resident = _mib(rss["jaxpar"]), _mib(torch["rss_bytes"])
+        resident = mib(rss["jaxpar"]), mib(torch["rss_bytes"])
         yield _result(
             ONE_DEVICE_EACH, "resident a process", resident[0], "MiB", resident[1], baseline="PyTorch FSDP2"
         )
@@ -110,10 +103,8 @@ def gpu_results(num_devices: list[int], *, depth: int) -> Iterator[Result]:
         yield _result(
             config, "bytes under a matmul", ours["share"], "of 1", by_hand["share"], target="value >= 0.9"
         )
-        yield _result(config, "sent", _mib(ours["sent_bytes"]), "MiB a step", _mib(by_hand["sent_bytes"]))
-        yield _result(
-            config, "peak", _mib(ours["device_bytes"]), "MiB a device", _mib(by_hand["device_bytes"])
-        )
+        yield _result(config, "sent", mib(ours["sent_bytes"]), "MiB a step", mib(by_hand["sent_bytes"]))
+        yield _result(config, "peak", mib(ours["device_bytes"]), "MiB a device", mib(by_hand["device_bytes"]))
 
 
 def _ours(contenders: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -134,15 +125,6 @@ def _result(
     target: str | None = None,
 ) -> Result:
     return Result("fsdp", config, metric, value, unit, baseline, baseline_value, target)
-
-
-def _mib(num_bytes: float) -> float:
-    return num_bytes / 2**20
-
-
-def _counted(collectives: dict[str, int]) -> tuple[int, str]:
-    kinds = " + ".join(f"{count:g} {kind}" for kind, count in collectives.items())
-    return sum(collectives.values()), f"a step ({kinds})"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ with `pip install 'jaxpar[bench]'`; where it is not installed it is left out, an
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from _common import Result, emit, is_quick
+from _common import Result, emit, is_quick, mib, program_rows
 from _workers import (
     EIGHT_DEVICES,
     ONE_DEVICE_EACH,
@@ -68,14 +68,7 @@ def program_results(measured: dict[str, Any]) -> Iterator[Result]:
     """What a step communicates and needs, read from the compiled programs: the same in both layouts."""
     by_mode = {mode: contenders for modes in measured.values() for mode, contenders in modes.items()}
     for mode, contenders in by_mode.items():
-        ours, by_hand, config = contenders["jaxpar"], contenders["by hand"], "2 devices" + MODES[mode]
-        (count, unit), (baseline_count, listed) = (_counted(x["collectives"]) for x in (ours, by_hand))
-        yield _result(config, "collectives", count, unit, baseline_count, baseline=f"by hand, {listed}")
-        for metric, key, unit in (
-            ("sent", "sent_bytes", "MiB a step"),
-            ("peak", "device_bytes", "MiB a device"),
-        ):
-            yield _result(config, metric, _mib(ours[key]), unit, _mib(by_hand[key]))
+        yield from program_rows("tp", "2 devices" + MODES[mode], contenders["jaxpar"], contenders["by hand"])
 
 
 def peer_results(step_s: float, rounds: int) -> Iterator[Result]:
@@ -84,27 +77,27 @@ def peer_results(step_s: float, rounds: int) -> Iterator[Result]:
         name: run_worker(WORKER, "rss", name, "tensor", 5, layout=ONE_DEVICE_EACH)["rss_bytes"]
         for name in ("jaxpar", "by hand")
     }
-    ours = _mib(rss["jaxpar"])
-    yield _result(ONE_DEVICE_EACH, "resident a process", ours, "MiB", _mib(rss["by hand"]))
+    ours = mib(rss["jaxpar"])
+    yield _result(ONE_DEVICE_EACH, "resident a process", ours, "MiB", mib(rss["by hand"]))
     if has_torch("tp"):
         torch = run_worker("_tp_torch.py", rounds, layout=ONE_DEVICE_EACH)
         speeds = TOKENS_PER_STEP / step_s, TOKENS_PER_STEP / torch["step_s"]
         yield _result(
             ONE_DEVICE_EACH, "throughput", speeds[0], "tokens/s", speeds[1], baseline="PyTorch TP, Gloo"
         )
-        resident = _mib(torch["rss_bytes"])
+        resident = mib(torch["rss_bytes"])
         yield _result(ONE_DEVICE_EACH, "resident a process", ours, "MiB", resident, baseline="PyTorch TP")
 
 
 def attention_results(num_devices: Sequence[int]) -> Iterator[Result]:
     """Temporaries of causal attention, forward and backward: a device of the ring against one device with the scores."""
     temporaries = run_worker(WORKER, "attention", LENGTH, *num_devices, layout=EIGHT_DEVICES)
-    dense = _mib(temporaries["dense"])
+    dense = mib(temporaries["dense"])
     for devices in num_devices:
         yield _result(
             f"ring attention, {LENGTH:,} tokens over {devices} device{'s' * (devices > 1)}",
             "temporaries",
-            _mib(temporaries[str(devices)]),
+            mib(temporaries[str(devices)]),
             "MiB a device",
             dense,
             baseline="dense, 1 device",
@@ -123,15 +116,6 @@ def _result(
     target: str | None = None,
 ) -> Result:
     return Result("tp", config, metric, value, unit, baseline, baseline_value, target)
-
-
-def _mib(num_bytes: float) -> float:
-    return num_bytes / 2**20
-
-
-def _counted(collectives: dict[str, int]) -> tuple[int, str]:
-    kinds = " + ".join(f"{count:g} {kind}" for kind, count in collectives.items())
-    return sum(collectives.values()), f"a step ({kinds})"
 
 
 if __name__ == "__main__":

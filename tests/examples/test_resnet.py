@@ -12,6 +12,7 @@ import resnet
 from jaxpar_launch import launch
 
 EXAMPLES = Path(resnet.__file__).parent
+QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # compiling takes most of the time
 SINGLE, PARALLEL = EXAMPLES / "resnet_single.py", EXAMPLES / "train_resnet.py"
 
 
@@ -46,7 +47,9 @@ def test_both_reach_the_same_accuracy() -> None:
 
 def epochs(script: Path, *, num_devices: int) -> list[tuple[float, float]]:
     """(loss, test accuracy) of each epoch that the script prints."""
-    result = launch(script, nproc=1, devices_per_proc=num_devices, timeout_s=300, python=sys.executable)
+    result = launch(
+        script, nproc=1, devices_per_proc=num_devices, timeout_s=300, python=sys.executable, environ=QUICK
+    )
     found = re.findall(r"epoch \d: loss (\S+), test accuracy (\S+)%", result.check().output[0])
     return [(float(loss), float(percent) / 100) for loss, percent in found]
 

@@ -17,12 +17,13 @@ from report import Delayed, Report
 from transformer import preset
 
 SCRIPT = Path(train_lm.__file__)
+QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # compiling takes most of the time
 TINY = "--preset tiny --depth 1 --seq 32 --steps 30 --batch 8 --accumulate 2 --lr 1e-2 --eval-every 20"
 TINY += " --eval-batches 2 --sample-bytes 24 --max-bytes 200000"
 
 
 def test_two_processes_train_evaluate_sample_and_leave_files(tmp_path: Path) -> None:
-    result = launch([SCRIPT, *TINY.split(), "--out", tmp_path], nproc=2, timeout_s=300).check()
+    result = launch([SCRIPT, *TINY.split(), "--out", tmp_path], nproc=2, environ=QUICK, timeout_s=300).check()
     text, other = result.output
     for expected in (
         "ddp over dp=2",
