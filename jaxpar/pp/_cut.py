@@ -74,7 +74,12 @@ class _Cutter:
             mark = _compat.marked_stage(equation)
             if mark is not None:
                 seen.add(mark)
-                if anchor >= mark:
+                if anchor == mark:
+                    raise ParallelizeError(
+                        f"pipeline: stage {mark} is entered twice: the module at its beginning is called again with what "
+                        f"comes of its first call. Split at modules that the model calls once."
+                    )
+                if anchor > mark:
                     raise ParallelizeError(
                         f"pipeline: stage {mark} begins behind stage {anchor}: the split points are not in the order in "
                         f"which the model calls them. Name them in the order of calls."
@@ -186,7 +191,8 @@ class _Cutter:
         if not works:
             raise ParallelizeError(
                 f"pipeline: stage {stage} of {self.n_stages} has nothing to do: no computation lies between its beginning "
-                f"and that of stage {stage + 1}. Remove the split point."
+                f"and that of stage {stage + 1}. (What comes of the batch alone, or of parameters alone, is made again by "
+                f"every stage that uses it.) Remove the split point."
             )
         outputs = [*sent, *(self.jaxpr.outvars[i] for i in results)]
         program = _compat.sub_program(self.jaxpr, [*self.jaxpr.invars, *received], outputs, equations)

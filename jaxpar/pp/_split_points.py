@@ -23,10 +23,16 @@ def check_splits(model: nnx.Module, split_spec: Mapping[str, SplitPoint]) -> Spl
     """The split points in the order given, which is the order of the stages.
 
     Raises:
-        ParallelizeError: a name that is no module of the model, or a word that is neither "beginning" nor "end".
+        ParallelizeError: a name that is no module of the model, one that is not called, or a word that is neither "beginning" nor "end".
     """
-    names = [_name(path) for path, _ in nnx.iter_modules(model) if path]
+    modules = {_name(path): module for path, module in nnx.iter_modules(model) if path}
+    names = [name for name, module in modules.items() if callable(module)]
     for name, point in split_spec.items():
+        if name in modules and name not in names:
+            raise ParallelizeError(
+                f"pipeline: split_spec names {name!r}, a {type(modules[name]).__name__}, which is not called. Name a module "
+                f"in it: {[other for other in names if other.startswith(f'{name}.')][:4]}."
+            )
         if name not in names:
             close = difflib.get_close_matches(name, names, n=3)
             raise ParallelizeError(
@@ -48,17 +54,26 @@ def balanced_splits(model: nnx.Module, n_stages: int) -> Splits:
     """
     if n_stages == 1:
         return ()
-    lists = [(path, module) for path, module in nnx.iter_modules(model) if isinstance(module, nnx.List)]
-    path, layers = max(lists, key=lambda found: len(found[1]), default=((), []))
+    lists = [
+        (path, _layers(module)) for path, module in nnx.iter_modules(model) if isinstance(module, nnx.List)
+    ]
+    path, layers = max(lists, key=lambda found: len(found[1]), default=((), {}))
     if len(layers) < n_stages:
         raise ParallelizeError(
             f"pipeline: n_stages={n_stages}, but the longest list of modules in {type(model).__name__} "
-            f"{f'is {_name(path)} with {len(layers)}' if path else 'is missing'}. Write n_stages={max(len(layers), 1)} or "
-            f"fewer, or say where to cut: split_spec={{'<module>': 'beginning'}}."
+            f"{f'is {_name(path)} with {len(layers)} modules' if layers else 'is missing'}. Write "
+            f"n_stages={max(len(layers), 1)} or fewer, or say where to cut: split_spec={{'<module>': 'beginning'}}."
         )
-    weights = [_num_parameters(layer) or 1 for layer in layers]
-    starts = _balance(weights, n_stages)
-    return tuple((f"{_name(path)}.{start}", "beginning") for start in starts)
+    places = list(layers)
+    starts = _balance([_num_parameters(layer) or 1 for layer in layers.values()], n_stages)
+    return tuple((f"{_name(path)}.{places[start]}", "beginning") for start in starts)
+
+
+def _layers(modules: nnx.List) -> dict[int, nnx.Module]:
+    """The modules of a list by position; functions among them (`jax.nn.relu`) stay with the module before them."""
+    return {
+        i: module for i, module in enumerate(modules) if isinstance(module, nnx.Module) and callable(module)
+    }
 
 
 def mark_splits(model: nnx.Module, splits: Splits) -> None:
