@@ -18,6 +18,8 @@ from jaxpar.ddp._hooks import allreduce_hook
 from jaxpar.ddp._reduce import Reduction
 from jaxpar.fsdp._unit import unit_of
 from jaxpar.fsdp._zero1 import Cut
+from jaxpar.pp import PipelinePlan
+from jaxpar.train._parts import Parts
 
 
 def check_units(model: nnx.Module, batch_axes: tuple[str, ...]) -> None:
@@ -40,6 +42,78 @@ def check_units(model: nnx.Module, batch_axes: tuple[str, ...]) -> None:
                 f"axes, and ranks along {outside[0]!r} would add the gradient of the same rows again. Write TrainStep(..., "
                 f"batch_axes={(*batch_axes, *outside)}), or shard over the axes that split the batch."
             )
+
+
+def check_plan(plan: PipelinePlan, mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> None:
+    """Refuses a mesh that the plan of a pipelined model does not fit.
+
+    Raises:
+        ParallelizeError: the mesh lacks the plan's axis, has another size of it, or splits the batch over it; or its
+            devices belong to several processes.
+    """
+    if plan.axis not in mesh.axis_names:
+        raise ParallelizeError(
+            f"TrainStep: the model was given to pipeline over the axis {plan.axis!r}, but the mesh of this step has the axes "
+            f"{mesh.axis_names}. Write TrainStep(..., mesh=mesh) with the mesh whose mesh[{plan.axis!r}] pipeline was given."
+        )
+    if mesh.shape[plan.axis] != plan.schedule.n_ranks:
+        raise ParallelizeError(
+            f"TrainStep: the model's schedule is for {plan.schedule.n_ranks} ranks, but mesh axis {plan.axis!r} has "
+            f"{mesh.shape[plan.axis]}. Give pipeline and TrainStep the same mesh."
+        )
+    if plan.axis in axes:
+        raise ParallelizeError(
+            f"TrainStep: {plan.axis!r} is the pipeline's axis, and is named among the axes that split the batch ({axes}): every "
+            f"stage sees the same rows. Write batch_axes={tuple(a for a in axes if a != plan.axis)}."
+        )
+    if len({device.process_index for device in mesh.devices.flat}) > 1:
+        raise ParallelizeError(
+            "TrainStep: a pipelined model runs on the devices of one process so far, and this mesh has devices of several. "
+            "Start one process for all devices of the host."
+        )
+
+
+def check_pipelined(parts: Parts, plan: PipelinePlan) -> None:
+    """Refuses options that a pipelined step does not have.
+
+    Raises:
+        ParallelizeError: accumulation beside microbatches, ZeRO-1, a hook with state, parameters in host memory or split
+            over the pipeline's axis.
+    """
+    local = parts.local
+    if local.accumulate > 1 or local.units is not None:
+        raise ParallelizeError(
+            f"TrainStep: accumulate={local.accumulate} of a pipelined model: its microbatches are those of the schedule, and "
+            f"gradients are reduced once after all of them. Write pipeline(..., "
+            f"n_microbatches={plan.schedule.n_microbatches * local.accumulate}) instead."
+        )
+    if any(parts.cuts):
+        raise ParallelizeError(
+            "TrainStep: shard_optimizer_state (ZeRO-1) is not offered for a pipelined model; fully_shard is, and keeps the state "
+            "sharded too. Remove shard_optimizer_state."
+        )
+    params, rest = parts.model.values()
+    for name, x in zip(parts.model.chosen_names, params, strict=True):
+        if x.sharding.memory_kind not in (None, *_device_memory(parts.mesh)):
+            raise ParallelizeError(
+                f"TrainStep: {name} lies in host memory (CPUOffloadPolicy), which a pipelined model does not offer. Remove the policy."
+            )
+        if plan.axis in {axis for entry in entries(x.sharding.spec, x.ndim) for axis in entry}:
+            raise ParallelizeError(
+                f"TrainStep: {name} is sharded over {plan.axis!r}, the pipeline's axis; there each rank holds stages of its own. "
+                f"Shard over another axis: fully_shard(model, mesh['dp'])."
+            )
+    if jax.tree.leaves(
+        local.sums.reduction.init_states([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in params])
+    ):
+        raise ParallelizeError(
+            "TrainStep: the communication hook of DistributedDataParallel keeps a state, which is not offered for a pipelined "
+            "model. Take bf16_compress_hook, or none."
+        )
+
+
+def _device_memory(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
+    return (mesh.devices.flat[0].default_memory().kind,)
 
 
 def check_records(model: nnx.Module, mesh: jax.sharding.Mesh) -> None:

@@ -7,6 +7,7 @@ Inside a stage everything is as without a pipeline: the same forward, the same g
 that several stages use (tied weights) belongs to the first of them: gradients are added there, the updated value is copied.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -15,36 +16,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar import _compat
 from jaxpar._errors import ParallelizeError
 from jaxpar._module import vary
 from jaxpar._pytree import PyTree
-from jaxpar.mesh._mesh import auto_mesh
 from jaxpar.pp import PipelinePlan
 from jaxpar.pp._code import StageCode, trace_stages
 from jaxpar.pp._local import StageArrays, run_schedule
 from jaxpar.pp._split_points import mark_splits
 from jaxpar.pp._stage import Kinds, Stage
+from jaxpar.train._checks import check_pipelined
 from jaxpar.train._clip import Norm
-from jaxpar.train._local import LocalStep
+from jaxpar.train._parts import Parts, check_rows
 from jaxpar.train._stage_end import GradientsOfStage, MeansOfAll
+from jaxpar.train._stage_place import spec_on_stage, stage_mesh
 from jaxpar.train._stage_update import StageUpdate, cut_update, shape_of
 from jaxpar.train._sums import GradientSums
 from jaxpar.train._variables import Variables
 
 Leaves = list[Any]
-
-
-def stage_mesh(mesh: Mesh, axis: str, rank: int) -> Mesh:
-    """The devices of one rank of the pipeline, with the other axes of the mesh."""
-    at = mesh.axis_names.index(axis)
-    names = tuple(name for name in mesh.axis_names if name != axis)
-    sizes = [mesh.shape[name] for name in names]
-    devices = np.take(mesh.devices, [rank], axis=at)
-    return auto_mesh(devices.reshape(sizes), names) if names else auto_mesh(devices.reshape(1), ("stage",))
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,31 +53,34 @@ class Compiled:
 class PipelinedStep:
     """The engine of a `TrainStep` whose model was given to `pipeline`; see there for the arguments."""
 
-    def __init__(
-        self,
-        plan: PipelinePlan,
-        mesh: Mesh,
-        model: Variables,
-        optimizer: Variables,
-        local: LocalStep,
-        *,
-        batch_axes: tuple[str, ...],
-        clip: tuple[float, Norm] | None,
-    ) -> None:
-        self._plan, self._mesh, self._model, self._optimizer = plan, mesh, model, optimizer
-        self._local, self._batch_axes, self._clip = local, batch_axes, clip
-        self._meshes = tuple(stage_mesh(mesh, plan.axis, rank) for rank in plan.schedule.rank_of_stage)
+    def __init__(self, plan: PipelinePlan, parts: Parts, *, donate: bool) -> None:
+        check_pipelined(parts, plan)
+        self._plan, self._donate = plan, donate
+        self._mesh, self._batch_axes = parts.mesh, parts.batch_axes
+        self._model, self._optimizer = parts.model, parts.optimizer
+        self._clip = None if parts.clip is None else (parts.clip[0], Norm(parts.clip[1]))
+        merge = functools.partial(_merge_marked, parts.model, plan)
+        self._local = dataclasses.replace(parts.local, merge=merge)
+        self._meshes = tuple(stage_mesh(self._mesh, plan.axis, rank) for rank in plan.schedule.rank_of_stage)
         self._n_microbatches = plan.schedule.n_microbatches
-        params, rest = model.values()
-        self._param_specs = tuple(_spec_without(x, plan.axis) for x in params)
-        self._rest_specs = tuple(_spec_without(x, plan.axis) for x in rest)
+        params, rest = parts.model.values()
+        self._param_specs = tuple(spec_on_stage(x, plan.axis) for x in params)
+        self._rest_specs = tuple(spec_on_stage(x, plan.axis) for x in rest)
         self._compiled: dict[Any, Compiled] = {}
         self._owners: tuple[int, ...] = ()
         self._copies: dict[tuple[int, str, int], tuple[Any, Any]] = {}
         self._updates: list[Any] = []
         self._state_owners: list[int | None] = []
 
+    def lower(self, batch: PyTree) -> jax.stages.Lowered:
+        """There is no one program to lower."""
+        raise ParallelizeError(
+            "TrainStep.lower: a pipelined step is not one program but several for each stage. Lower the step of the model without "
+            "pipeline(...), or look at the schedule: simulate(plan_of(model).schedule)."
+        )
+
     def __call__(self, batch: PyTree) -> dict[str, PyTree]:
+        """Runs one step."""
         leaves, treedef = jax.tree.flatten(batch)
         shapes = (treedef, tuple((x.shape, jnp.result_type(x)) for x in leaves))
         if shapes not in self._compiled:
@@ -95,7 +90,8 @@ class PipelinedStep:
     # Trace and compile
 
     def _compile(self, leaves: Leaves, treedef: Any) -> Compiled:
-        self._check_rows(leaves)
+        num_parts = math.prod(self._mesh.shape[axis] for axis in self._batch_axes)
+        check_rows(leaves, num_parts, self._n_microbatches, self._batch_axes)
         codes, kinds, means_treedef = self._trace(leaves, treedef)
         stages = tuple(Stage(code, kinds, mesh) for code, mesh in zip(codes, self._meshes, strict=True))
         if not self._owners:
@@ -130,7 +126,7 @@ class PipelinedStep:
             def whole(*flat: Any) -> Leaves:
                 some_params, some_rest = flat[:num_params], flat[num_params : num_params + num_rest]
                 some_rows = jax.tree.unflatten(treedef, flat[num_params + num_rest : -1])
-                loss, metrics, rest_out = self._marked_local().forward(some_params, some_rest, some_rows, flat[-1])
+                loss, metrics, rest_out = self._local.forward(some_params, some_rest, some_rows, flat[-1])
                 means, structure = jax.tree.flatten({"loss": loss, **metrics})
                 means_treedef.append(structure)
                 return [loss.total, *map(jnp.asarray, means), *rest_out]
@@ -138,7 +134,8 @@ class PipelinedStep:
             # What the forward lets vary, varies from the start: microbatches follow each other.
             outputs = jax.eval_shape(whole, *params, *rest, *rows, number)
             rest_marks = tuple(
-                tuple(a for a in live if a in _compat.varying_axes(t)) for t in outputs[len(outputs) - num_rest :]
+                tuple(a for a in live if a in _compat.varying_axes(t))
+                for t in outputs[len(outputs) - num_rest :]
             )
             rest = [vary(x, axes) for x, axes in zip(rest, rest_marks, strict=True)]
             codes = trace_stages(whole, params, rest, [*rows, number], n_stages, remat=self._plan.remat)
@@ -147,7 +144,10 @@ class PipelinedStep:
 
         batch_spec = PartitionSpec(tuple(a for a in live if a in self._batch_axes) or None)
         specs = (list(self._param_specs), list(self._rest_specs), [batch_spec] * len(leaves), PartitionSpec())
-        shapes = (*([shape_of(x) for x in xs] for xs in (*self._model.values(), leaves)), jax.ShapeDtypeStruct((), jnp.int32))
+        shapes = (
+            *([shape_of(x) for x in xs] for xs in (*self._model.values(), leaves)),
+            jax.ShapeDtypeStruct((), jnp.int32),
+        )
         traced = jax.shard_map(capture, mesh=self._meshes[0], in_specs=specs, out_specs=PartitionSpec())
         jax.eval_shape(traced, *shapes)
         codes, rest_marks, num_sums, means_treedef = found[-1]
@@ -155,17 +155,6 @@ class PipelinedStep:
             self._param_specs, self._rest_specs, batch_spec, marks, rest_marks, num_sums, n_microbatches=m
         )
         return codes, kinds, means_treedef
-
-    def _marked_local(self) -> LocalStep:
-        """The local step, with the entries of stages marked in the model that it builds."""
-        import dataclasses
-
-        def merge(params: Sequence[jax.Array], rest: Sequence[jax.Array]) -> Any:
-            model = self._model.merge(params, rest)
-            mark_splits(model, self._plan.splits)
-            return model
-
-        return dataclasses.replace(self._local, merge=merge)
 
     def _end_of(self, stage: Stage) -> Callable[..., Any]:
         sums, code = self._local.sums, stage.code
@@ -195,10 +184,17 @@ class PipelinedStep:
         params, rest = self._model.values()
         users = [[s for s, code in enumerate(codes) if i in code.params] for i in range(num_params)]
         self._owners = tuple(min(found, default=0) for found in users)
-        readers = [[s for s, code in enumerate(codes) if num_params + i in code.others] for i in range(len(rest))]
+        readers = [
+            [s for s, code in enumerate(codes) if num_params + i in code.others] for i in range(len(rest))
+        ]
         self._rest_owners = tuple(min(found, default=0) for found in readers)
-        params = [self._put(x, spec, s) for x, spec, s in zip(params, self._param_specs, self._owners, strict=True)]
-        rest = [self._put(x, spec, s) for x, spec, s in zip(rest, self._rest_specs, self._rest_owners, strict=True)]
+        params = [
+            self._put(x, spec, s) for x, spec, s in zip(params, self._param_specs, self._owners, strict=True)
+        ]
+        rest = [
+            self._put(x, spec, s)
+            for x, spec, s in zip(rest, self._rest_specs, self._rest_owners, strict=True)
+        ]
         self._model.assign(params, rest)
         self._cut_update(params, rest)
 
@@ -225,7 +221,9 @@ class PipelinedStep:
             fixed = [self._on(s, "rest", i, rest[i], self._rest_specs[i]) for i in stage.fixed]
             changed = [self._on(s, "rest", i, rest[i], self._rest_specs[i]) for i in stage.changed]
             sums, grads, changed = stage.start(mine, changed)
-            rows = [jax.device_put(batch[i], NamedSharding(stage.mesh, stage.kinds.batch)) for i in stage.arrays]
+            rows = [
+                jax.device_put(batch[i], NamedSharding(stage.mesh, stage.kinds.batch)) for i in stage.arrays
+            ]
             arrays.append(StageArrays(mine, fixed, changed, rows, sums, grads))
             counts.append(frozenset(j for j, i in enumerate(stage.changed) if i in self._local.counts))
         run_schedule(self._plan.schedule, compiled.stages, arrays, counts)
@@ -242,7 +240,7 @@ class PipelinedStep:
     ) -> Leaves:
         """The gradient of every parameter, on the stage that owns it; `rest` gets the changed variables."""
         grads: Leaves = [None] * len(params)
-        for s, (stage, a, end) in enumerate(zip(compiled.stages, arrays, compiled.ends, strict=True)):
+        for stage, a, end in zip(compiled.stages, arrays, compiled.ends, strict=True):
             here = jax.device_put(scale, NamedSharding(stage.mesh, PartitionSpec()))
             reduced, changed = end(a.params, a.grads, a.changed, here)
             for i, x in zip(stage.changed, changed, strict=True):
@@ -283,7 +281,10 @@ class PipelinedStep:
         """The norm over the gradients of all stages, each counted once, and the factor on the devices of each stage."""
         assert self._clip is not None
         max_norm, norm = self._clip
-        by_stage = [[g for g, owner in zip(grads, self._owners, strict=True) if owner == s] for s in range(len(self._meshes))]
+        by_stage = [
+            [g for g, owner in zip(grads, self._owners, strict=True) if owner == s]
+            for s in range(len(self._meshes))
+        ]
         home = NamedSharding(self._meshes[-1], PartitionSpec())
         parts = [jax.device_put(_part_of(norm, mine), home) for mine in by_stage if mine]
         total, factor = _root_of(norm, max_norm, parts)
@@ -306,32 +307,40 @@ class PipelinedStep:
 
         arguments = [shape_of(x) for x in (*params, *params, *rest, *chosen, *other)]
         owner = [*self._owners, *self._owners, *[None] * (num_rest + len(chosen) + len(other))]
-        names = [*self._model.chosen_names, *(f"optimizer state {i}" for i in range(len(chosen) + len(other)))]
+        names = [
+            *self._model.chosen_names,
+            *(f"optimizer state {i}" for i in range(len(chosen) + len(other))),
+        ]
         parts, owners = cut_update(update, arguments, owner, names, len(self._meshes))
         self._state_owners = owners[num_params:]
         state = [
-            jax.device_put(x, NamedSharding(self._meshes[owner or 0], _spec_without(x, self._plan.axis)))
+            jax.device_put(x, NamedSharding(self._meshes[owner or 0], spec_on_stage(x, self._plan.axis)))
             for x, owner in zip((*chosen, *other), self._state_owners, strict=True)
         ]
         self._optimizer.assign(state[:num_chosen], state[num_chosen:])
         kept = [x.sharding for x in (*params, *state)]
         for s, part in enumerate(parts):
             out = [
-                NamedSharding(self._meshes[s], kept[i].spec) if owners[i] is None else kept[i] for i in part.outputs
+                NamedSharding(self._meshes[s], kept[i].spec) if owners[i] is None else kept[i]
+                for i in part.outputs
             ]
-            self._updates.append((part, jax.jit(functools.partial(_apply, part, num_params), out_shardings=out)))
+            self._updates.append(
+                (part, jax.jit(functools.partial(_apply, part, num_params), out_shardings=out))
+            )
 
-    def _check_rows(self, leaves: Leaves) -> None:
-        parts = math.prod(self._mesh.shape[axis] for axis in self._batch_axes) * self._n_microbatches
-        for x in leaves:
-            if not x.ndim or x.shape[0] % parts or not x.shape[0]:
-                raise ParallelizeError(f"batch {x.shape} does not divide into {parts}")
+
+def _merge_marked(model: Variables, plan: PipelinePlan, params: Sequence[Any], rest: Sequence[Any]) -> Any:
+    """The model, with the entries of its stages marked."""
+    merged = model.merge(params, rest)
+    mark_splits(merged, plan.splits)
+    return merged
 
 
 def _apply(part: StageUpdate, num_params: int, inputs: Leaves, factor: Any) -> Leaves:
     if factor is not None:
         inputs = [
-            (x * factor).astype(x.dtype) if i < num_params else x for i, x in zip(part.inputs, inputs, strict=True)
+            (x * factor).astype(x.dtype) if i < num_params else x
+            for i, x in zip(part.inputs, inputs, strict=True)
         ]
     return part.program(*inputs)
 
@@ -353,13 +362,3 @@ def _split(flat: Sequence[Any], *sizes: int) -> list[Sequence[Any]]:
         parts.append(flat[start : start + size])
         start += size
     return [*parts, flat[start:]]
-
-
-def _spec_without(x: Any, axis: str) -> PartitionSpec:
-    """How an array lies over the other axes; those of size 1 and the pipeline's left out."""
-
-    def live(entry: Any) -> Any:
-        names = (entry,) if isinstance(entry, str) else tuple(entry or ())
-        return tuple(name for name in names if name != axis and x.sharding.mesh.shape[name] > 1) or None
-
-    return PartitionSpec(*map(live, x.sharding.spec))

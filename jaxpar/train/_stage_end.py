@@ -1,8 +1,8 @@
 """What ends a pipelined step: losses of the whole batch, gradients reduced over it, one norm over all stages.
 
-    last stage   sums of losses, all stages' metrics  ->  metrics, 1 / count           one all-reduce over the batch axes
-    each stage   sums of gradients, 1 / count         ->  gradients                    as without a pipeline, on its own devices
-    each stage   gradients -> sum of squares          ->  norm, on the last stage      if clipping
+last stage   sums of losses, all stages' metrics  ->  metrics, 1 / count           one all-reduce over the batch axes
+each stage   sums of gradients, 1 / count         ->  gradients                    as without a pipeline, on its own devices
+each stage   gradients -> sum of squares          ->  norm, on the last stage      if clipping
 """
 
 from collections.abc import Callable, Sequence
@@ -72,9 +72,7 @@ class GradientsOfStage:
         """`(params, gradients and variables between programs, 1 / count) -> (gradients, variables)`."""
 
         def run(params: Leaves, grads: Leaves, changed: Leaves, scale: jax.Array) -> tuple[Leaves, Leaves]:
-            scaled = [
-                (unstack(g) * scale).astype(p.dtype) for g, p in zip(grads, params, strict=True)
-            ]
+            scaled = [(unstack(g) * scale).astype(p.dtype) for g, p in zip(grads, params, strict=True)]
             states = self.sums.reduction.init_states(params)  # of a stateless hook: nothing
             reduced, _ = self.sums.after_backward(scaled, states, self.sums.plan(params), scale)
             return reduced, self.local.made_equal([unstack(x) for x in changed], self.changed_axes)

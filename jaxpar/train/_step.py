@@ -1,49 +1,38 @@
-"""`TrainStep`: one jitted program per step: explicit communication inside, the optimizer in global view around it.
+"""`TrainStep`: what a step is made of, and which engine runs it.
 
-jit ------------------------------------------------------------------------------------------
-|  shard_map over the mesh (check_vma)                          global view                   |
-|  forward -> losses (1 all-reduce) -> backward, buckets  --->  clip -> optax -> new params   |
-----------------------------------------------------------------------------------------------
+model                        engine
+any                          `FusedStep`: one jitted program for the whole mesh
+given to `pipeline`          `PipelinedStep`: a few programs for each stage, in the order of a schedule
 """
 
-import collections
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpar import _compat
-from jaxpar._errors import BatchError, ParallelizeError
+from jaxpar._errors import ParallelizeError
 from jaxpar._pytree import PyTree
 from jaxpar._record import partial_axes
-from jaxpar.data import global_batch
 from jaxpar.ddp._module import CONFIG, DDPConfig, put_on_mesh
 from jaxpar.ddp._reduce import Reduction
 from jaxpar.fsdp._abstract_state import follow_parameters
 from jaxpar.fsdp._follows import check_optimizer_follows
-from jaxpar.fsdp._offload import on_device
 from jaxpar.fsdp._whole import Units
 from jaxpar.fsdp._zero1 import cuts_of
-from jaxpar.mesh import MeshLike, as_jax_mesh, assert_same_everywhere, axes_of, warm_up
+from jaxpar.mesh import MeshLike, as_jax_mesh, axes_of
 from jaxpar.mesh._flat_buffers import default_flatten_below_bytes
-from jaxpar.pp import plan_of
-from jaxpar.train._checks import check_cuts, check_records, check_units
-from jaxpar.train._clip import Norm, clipping
+from jaxpar.pp import PipelinePlan, plan_of
+from jaxpar.train._checks import check_cuts, check_plan, check_records, check_units
 from jaxpar.train._dropout import Positions, own_counts
+from jaxpar.train._fused import FusedStep
 from jaxpar.train._local import LocalStep
+from jaxpar.train._parts import Parts
 from jaxpar.train._pipelined import PipelinedStep
+from jaxpar.train._stage_place import onto_whole_mesh
 from jaxpar.train._sums import GradientSums, slices_of
-from jaxpar.train._update import Update
 from jaxpar.train._variables import Variables
-
-# On CPU, programs queue on a small thread pool; more than this many steps in flight only cost memory (and,
-# on jax 0.10.2 with two cores, more than 33 undrained collective programs deadlock).
-MAX_STEPS_IN_FLIGHT_ON_CPU = 2
 
 
 class TrainStep:
@@ -58,6 +47,10 @@ class TrainStep:
         DistributedDataParallel, or in nothing    one all-reduce per bucket of gradients
         the same, `shard_optimizer_state`         reduce-scatters per bucket, all-gathers of the updated parameters
         fully_shard                               what its units gather and scatter
+
+    A model that was given to `pipeline` runs stage by stage: its parameters and their optimizer state move to the devices of
+    their stage in the first step, and over the pipeline's axis move activations and their gradients, copied from the devices
+    of a stage to those of its neighbour. Within a stage moves what moves without a pipeline.
 
     Arrays in host memory (`CPUOffloadPolicy`, `offload_optimizer_state`) are copied to the device in the program and back.
 
@@ -118,12 +111,17 @@ class TrainStep:
         donate: bool = True,
     ) -> None:
         self._mesh = as_jax_mesh(mesh)
-        self._batch_axes = _batch_axes(mesh, batch_axes)
+        plan = plan_of(model)
+        self._batch_axes = _batch_axes(mesh, batch_axes, plan)
         self._axes = _with_sequence_axes(mesh, self._batch_axes, sequence_axes)
         if accumulate < 1:
             raise ParallelizeError(f"accumulate must be at least 1 microbatch per step, got {accumulate}.")
         config = _ddp_config(model, mesh, self._axes)
         check_units(model, self._axes)
+        if plan is not None:
+            check_plan(plan, self._mesh, self._axes)
+            onto_whole_mesh(model, self._mesh, plan.axis)
+            onto_whole_mesh(optimizer, self._mesh, plan.axis)
         check_records(model, self._mesh)
         put_on_mesh(model, self._mesh)
         follow_parameters(optimizer, model)
@@ -136,20 +134,19 @@ class TrainStep:
                 f"{type(model).__name__} has no variable that optimizer.wrt={optimizer.wrt} selects: nothing would be "
                 f"trained. Build the optimizer with nnx.Optimizer(model, tx, wrt=nnx.Param)."
             )
-        self._accumulate = accumulate
-        self._options = f"{batch_axes=}, {sequence_axes=}, {accumulate=}, {accumulate_unsharded=}, {clip_norm=}, {clip_norm_type=}, {donate=}"
+        options = f"{batch_axes=}, {sequence_axes=}, {accumulate=}, {accumulate_unsharded=}, {clip_norm=}, {clip_norm_type=}, {donate=}"
         found = cuts_of(model, optimizer)
-        self._cuts = tuple(found.get(id(variable)) for variable in self._model.chosen)
-        check_cuts(self._model.chosen_names, self._cuts, self._axes, config.reduction)
+        cuts = tuple(found.get(id(variable)) for variable in self._model.chosen)
+        check_cuts(self._model.chosen_names, cuts, self._axes, config.reduction)
         live = tuple(axis for axis in self._axes if self._mesh.shape[axis] > 1)
         counts = own_counts(model)
-        self._local = LocalStep(
+        local = LocalStep(
             loss_fn=loss_fn,
             merge=self._model.merge,
             split=self._model.rest_of,
             sums=GradientSums(
                 axes=tuple(self._summed_over(live, variable) for variable in self._model.chosen),
-                slices=slices_of(self._cuts, live, config.reduction.flatten_below_bytes),
+                slices=slices_of(cuts, live, config.reduction.flatten_below_bytes),
                 reduction=config.reduction,
             ),
             rest_axes=tuple(_missing(live, x) for x in self._model.values()[1]),
@@ -157,7 +154,7 @@ class TrainStep:
             positions=Positions(
                 rows=tuple(axis for axis in live if axis in self._batch_axes),
                 sequences=tuple(axis for axis in live if axis not in self._batch_axes),
-                num_microbatches=accumulate if plan_of(model) is None else plan_of(model).schedule.n_microbatches,
+                num_microbatches=accumulate if plan is None else plan.schedule.n_microbatches,
             ),
             counts=tuple(i for i, v in enumerate(self._model.rest) if id(v) in counts),
             num_ranks=math.prod(self._mesh.shape[axis] for axis in live),
@@ -165,23 +162,11 @@ class TrainStep:
             is_buffer_mean=config.sync_buffers == "mean",
             units=Units.of(model, self._model.variables) if accumulate_unsharded else None,
         )
-        self._pipelined = None
-        plan = plan_of(model)
-        if plan is not None:
-            self._pipelined = PipelinedStep(
-                plan,
-                self._mesh,
-                self._model,
-                self._optimizer,
-                self._local,
-                batch_axes=self._batch_axes,
-                clip=None if clip_norm is None else (clip_norm, Norm(clip_norm_type)),
-            )
-            return
-        self._states = self._init_hook_states()
-        self._jitted = self._build(clip_norm, clip_norm_type, donate=donate)
-        self._agreed = False
-        self._in_flight: collections.deque[jax.Array] = collections.deque()
+        clip = None if clip_norm is None else (clip_norm, clip_norm_type)
+        parts = Parts(self._mesh, self._model, self._optimizer, local, cuts, self._batch_axes, clip, options)
+        self._engine = (
+            FusedStep(parts, donate=donate) if plan is None else PipelinedStep(plan, parts, donate=donate)
+        )
 
     def __call__(self, batch: PyTree) -> dict[str, PyTree]:
         """Runs one step.
@@ -197,16 +182,7 @@ class TrainStep:
         Raises:
             BatchError: dim 0 does not divide into the ranks and microbatches, or the loss is no scalar.
         """
-        if self._pipelined is not None:
-            return self._pipelined(batch)
-        arguments = self._arguments(batch)
-        if not self._agreed:
-            self._agree(arguments)
-        params, rest, chosen, other, self._states, metrics = self._jitted(*arguments)
-        self._model.assign(params, rest)
-        self._optimizer.assign(chosen, other)
-        self._wait_for_old_steps(metrics["loss"])
-        return metrics
+        return self._engine(batch)
 
     def lower(self, batch: PyTree) -> jax.stages.Lowered:
         """Lowers the step for a batch without running it: `step.lower(batch).compile()` to inspect the program.
@@ -214,104 +190,23 @@ class TrainStep:
         `batch` may hold `jax.ShapeDtypeStruct`s of global shape. A model and optimizer that are abstract too (as
         `nnx.eval_shape` makes them) are lowered without any array: for devices that are not here.
         """
-        return self._jitted.lower(*self._arguments(batch))
+        return self._engine.lower(batch)
 
     def _summed_over(self, live: tuple[str, ...], variable: nnx.Variable[Any]) -> tuple[str, ...]:
         """Axes over which the gradients of a parameter are terms of a sum; the step takes it in a bucket."""
         partial = (a for a in partial_axes(variable) if a not in live and self._mesh.shape.get(a, 1) > 1)
         return (*_missing(live, variable.get_value()), *partial)
 
-    def _arguments(self, batch: PyTree) -> tuple[Any, ...]:
-        return (*self._model.values(), *self._optimizer.values(), self._states, self._global_batch(batch))
 
-    def _global_batch(self, batch: PyTree) -> PyTree:
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
-            sharding = NamedSharding(self._mesh, PartitionSpec(self._batch_axes))
-            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch)
-        return global_batch(batch, self._mesh, self._batch_axes)
-
-    def _agree(self, arguments: tuple[Any, ...]) -> None:
-        """Before the first step of several processes: do all mean the same program, and are all there?"""
-        self._agreed = True
-        if len({device.process_index for device in self._mesh.devices.flat}) == 1:
-            return
-        shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", arguments[-1])
-        program = self._jitted.lower(*arguments).as_text()
-        facts = {
-            "mesh": f"{dict(self._mesh.shape)} over devices {[d.id for d in self._mesh.devices.flat]}",
-            "batch": str(shapes),
-            "options": self._options,
-            "program": hashlib.sha256(program.encode()).hexdigest(),
-        }
-        assert_same_everywhere("the first step of TrainStep", facts)
-        warm_up(self._mesh)
-
-    def _wait_for_old_steps(self, loss: jax.Array) -> None:
-        if self._mesh.devices.flat[0].platform == "cpu":
-            self._in_flight.append(loss)
-            if len(self._in_flight) > MAX_STEPS_IN_FLIGHT_ON_CPU:
-                jax.block_until_ready(self._in_flight.popleft())
-
-    def _init_hook_states(self) -> tuple[PyTree, ...]:
-        """The hook's state for each parameter and rank: f32[ranks@batch_axes, ...]; nothing for a stateless hook."""
-        local = [
-            jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype) for x in self._model.values()[0]
-        ]
-        states = self._local.sums.reduction.init_states(local)
-        if not jax.tree.leaves(states):
-            return states
-        by_rank = NamedSharding(self._mesh, PartitionSpec(self._local.axes or None))
-
-        def stack(x: jax.Array) -> jax.Array:
-            return jnp.broadcast_to(x, (self._local.num_ranks, *x.shape))
-
-        return jax.jit(lambda: jax.tree.map(stack, states), out_shardings=by_rank)()
-
-    def _build(self, clip_norm: float | None, clip_norm_type: float, *, donate: bool) -> jax.stages.Wrapped:
-        params, rest = ([x.sharding for x in leaves] for leaves in self._model.values())
-        specs, rest_specs = [_live_spec(x) for x in params], [_live_spec(x) for x in rest]
-        cut = [_live_spec(c.sharding) if c else spec for c, spec in zip(self._cuts, specs, strict=True)]
-        by_rank = PartitionSpec(self._local.axes or None)
-        local = jax.shard_map(
-            self._local,
-            mesh=self._mesh,
-            in_specs=(specs, rest_specs, by_rank, PartitionSpec(self._local.positions.rows or None)),
-            out_specs=(cut, rest_specs, by_rank, PartitionSpec()),
-        )
-
-        update = Update(
-            model=self._model,
-            optimizer=self._optimizer,
-            cuts=tuple(cut and cut.sharding for cut in self._cuts),
-            clip=None if clip_norm is None else clipping(clip_norm, clip_norm_type, self._mesh, cut),
-            gather=jax.shard_map(
-                self._local.sums.gathered, mesh=self._mesh, in_specs=(cut, specs), out_specs=specs
-            ),
-        )
-
-        def train_step(params: Any, rest: Any, chosen: Any, other: Any, states: Any, batch: PyTree) -> Any:
-            num_parts = math.prod(self._mesh.shape[axis] for axis in self._batch_axes)
-            _check_rows(batch, num_parts, self._accumulate, self._batch_axes)
-            # What lies in host memory is copied to the device here, and back by the shardings of the results.
-            params, rest, chosen, other = jax.tree.map(on_device, (params, rest, chosen, other))
-            grads, rest, states, metrics = local(params, rest, states, batch)
-            updated, norms = update(grads, params, rest, chosen, other)
-            return (*updated, states, metrics | norms)
-
-        arguments = (*self._model.values(), *self._optimizer.values(), self._states)
-        kept = jax.tree.map(lambda x: x.sharding, arguments)
-        replicated = NamedSharding(self._mesh, PartitionSpec())
-        return jax.jit(
-            train_step,
-            out_shardings=(*kept, replicated),
-            donate_argnums=(0, 1, 2, 3, 4) if donate else (),
-            compiler_options=_compat.compiler_options(self._mesh.devices.flat[0].platform),
-        )
-
-
-def _batch_axes(mesh: MeshLike, batch_axes: str | Sequence[str] | None) -> tuple[str, ...]:
+def _batch_axes(
+    mesh: MeshLike, batch_axes: str | Sequence[str] | None, plan: PipelinePlan | None
+) -> tuple[str, ...]:
     names = axes_of(mesh)
     if batch_axes is None:
+        if plan is not None:
+            names = tuple(name for name in names if name != plan.axis)
+            if not names:
+                return ()
         if len(names) != 1:
             raise ParallelizeError(
                 f"the mesh has the axes {names}: say which of them split the batch, as in "
@@ -367,25 +262,3 @@ def _missing(axes: tuple[str, ...], x: Any) -> tuple[str, ...]:
         name for entry in x.sharding.spec for name in ((entry,) if isinstance(entry, str) else entry or ())
     }
     return tuple(axis for axis in axes if axis not in used)
-
-
-def _live_spec(sharding: Any) -> PartitionSpec:
-    """The spec without axes of size 1: nothing varies over them, so they cost no collective."""
-
-    def live(entry: Any) -> Any:
-        names = (entry,) if isinstance(entry, str) else tuple(entry or ())
-        return tuple(name for name in names if sharding.mesh.shape[name] > 1) or None
-
-    return PartitionSpec(*(live(entry) for entry in sharding.spec))
-
-
-def _check_rows(batch: PyTree, num_ranks: int, accumulate: int, batch_axes: tuple[str, ...]) -> None:
-    rows = {x.shape[0] if x.ndim else 0 for x in jax.tree.leaves(batch)}
-    for size in sorted(rows):
-        if size == 0 or size % (num_ranks * accumulate):
-            raise BatchError(
-                f"a batch of {size} rows does not divide into {num_ranks} ranks (batch_axes={batch_axes}) x {accumulate} "
-                f"microbatches: {size} % {num_ranks * accumulate} = {size % (num_ranks * accumulate)}. Pad it with "
-                f"batch, mask = jaxpar.data.pad_batch(batch, {-(-size // (num_ranks * accumulate)) * num_ranks * accumulate}) "
-                f"and return jaxpar.Mean((losses * mask).sum(), mask.sum())."
-            )

@@ -1,0 +1,60 @@
+"""What a step is made of, whichever engine runs it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxpar._errors import BatchError
+from jaxpar._pytree import PyTree
+from jaxpar.fsdp._zero1 import Cut
+from jaxpar.train._local import LocalStep
+from jaxpar.train._variables import Variables
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """What `TrainStep` found out when it was built.
+
+    Args:
+        mesh: of the whole job.
+        model: the model's variables.
+        optimizer: the optimizer's variables.
+        local: what one device does.
+        cuts: for each parameter how its optimizer state is cut, if that is and the parameter is not.
+        batch_axes: axes that split the batch.
+        clip: largest norm to let through, and which norm; None: gradients are not clipped.
+        options: in words, to compare processes.
+    """
+
+    mesh: Mesh
+    model: Variables
+    optimizer: Variables
+    local: LocalStep
+    cuts: tuple[Cut | None, ...]
+    batch_axes: tuple[str, ...]
+    clip: tuple[float, float] | None
+    options: str
+
+
+def live_spec(sharding: Any) -> PartitionSpec:
+    """The spec without axes of size 1: nothing varies over them, so they cost no collective."""
+
+    def live(entry: Any) -> Any:
+        names = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        return tuple(name for name in names if sharding.mesh.shape[name] > 1) or None
+
+    return PartitionSpec(*(live(entry) for entry in sharding.spec))
+
+
+def check_rows(batch: PyTree, num_ranks: int, accumulate: int, batch_axes: tuple[str, ...]) -> None:
+    rows = {x.shape[0] if x.ndim else 0 for x in jax.tree.leaves(batch)}
+    for size in sorted(rows):
+        if size == 0 or size % (num_ranks * accumulate):
+            raise BatchError(
+                f"a batch of {size} rows does not divide into {num_ranks} ranks (batch_axes={batch_axes}) x {accumulate} "
+                f"microbatches: {size} % {num_ranks * accumulate} = {size % (num_ranks * accumulate)}. Pad it with "
+                f"batch, mask = jaxpar.data.pad_batch(batch, {-(-size // (num_ranks * accumulate)) * num_ranks * accumulate}) "
+                f"and return jaxpar.Mean((losses * mask).sum(), mask.sum())."
+            )

@@ -1,0 +1,42 @@
+"""Where the arrays of a pipelined model lie: on the whole mesh before its first step, on the devices of their stage after.
+
+mesh (pp 2, dp 2)      f32[8@dp]      on all four devices, copies along pp
+stage 1                f32[8@dp]      on the two devices of rank 1
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxpar.mesh._mesh import auto_mesh
+
+
+def stage_mesh(mesh: Mesh, axis: str, rank: int) -> Mesh:
+    """The devices of one rank of the pipeline, with the other axes of the mesh (one of size 1 if there are none)."""
+    names = tuple(name for name in mesh.axis_names if name != axis)
+    devices = np.take(mesh.devices, [rank], axis=mesh.axis_names.index(axis))
+    return auto_mesh(devices.reshape([mesh.shape[name] for name in names] or [1]), names or ("stage",))
+
+
+def spec_on_stage(x: Any, axis: str) -> PartitionSpec:
+    """How an array lies over the axes of a stage; those of size 1 left out."""
+
+    def live(entry: Any) -> Any:
+        names = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        return tuple(name for name in names if name != axis and x.sharding.mesh.shape[name] > 1) or None
+
+    return PartitionSpec(*map(live, x.sharding.spec))
+
+
+def onto_whole_mesh(module: nnx.Pytree, mesh: Mesh, axis: str) -> None:
+    """Put back, in place, what an earlier step moved to the devices of stages: on all devices, copies along `axis`."""
+    stages = [stage_mesh(mesh, axis, rank) for rank in range(mesh.shape[axis])]
+    for _, variable in nnx.iter_graph(module):
+        if isinstance(variable, nnx.Variable):
+            x = variable.get_value()
+            sharding = getattr(x, "sharding", None)
+            if isinstance(sharding, NamedSharding) and sharding.mesh in stages:
+                variable.set_value(jax.device_put(x, NamedSharding(mesh, sharding.spec)))
