@@ -100,7 +100,7 @@ class Stage:
             return _stack(zeros), _stack(grads), _stack(changed)
 
         rest = [self.kinds.rest[i] for i in self.changed]
-        out = (self._specs(self.sum_types), self._specs(self.grad_types), self._specs(self.changed_types))
+        out = (self.specs(self.sum_types), self.specs(self.grad_types), self.specs(self.changed_types))
         return self._program(run, (self._param_specs, rest), out)
 
     @functools.cached_property
@@ -130,7 +130,7 @@ class Stage:
 
         fixed = [self.kinds.rest[i] for i in self.fixed]
         batch = [self.kinds.batch for _ in self.arrays]
-        changed, sums = self._specs(self.changed_types), self._specs(self.sum_types)
+        changed, sums = self.specs(self.changed_types), self.specs(self.sum_types)
         return self._program(
             run,
             (
@@ -139,10 +139,10 @@ class Stage:
                 changed,
                 batch,
                 PartitionSpec(),
-                self._specs(self.code.received),
+                self.specs(self.code.received),
                 sums,
             ),
-            (self._specs(self.code.sent), self._specs(self.code.kept), changed, sums),
+            (self.specs(self.code.sent), self.specs(self.code.kept), changed, sums),
             donate=(6,),
         )
 
@@ -158,9 +158,9 @@ class Stage:
             new, before = outputs[: len(grads)], outputs[len(grads) :]
             return _stack(before), _stack(_added(_unstack(grads), new))
 
-        grads = self._specs(self.grad_types)
+        grads = self.specs(self.grad_types)
         return self._program(
-            run, (*self._backward_specs, grads), (self._specs(self.code.gradients_before), grads), donate=(4,)
+            run, (*self._backward_specs, grads), (self.specs(self.code.gradients_before), grads), donate=(4,)
         )
 
     @functools.cached_property
@@ -173,7 +173,7 @@ class Stage:
             num = self.code.halves.num_first
             return _stack(outputs[:num]), _stack(outputs[num:])
 
-        out = (self._specs(self.code.gradients_before), self._specs(self.code.halves.carry_types))
+        out = (self.specs(self.code.gradients_before), self.specs(self.code.halves.carry_types))
         return self._program(run, self._backward_specs, out)
 
     def kept_for_weights(self, kept: Leaves, received: Leaves, after: Leaves) -> Leaves:
@@ -198,9 +198,9 @@ class Stage:
             new = self.code.halves.second(*of_params, *_unstack(used), *_unstack(carry))
             return _stack(_added(_unstack(grads), new))
 
-        grads = self._specs(self.grad_types)
-        used = self._specs([types[i - num_params] for i in uses if i >= num_params])
-        carry = self._specs(self.code.halves.carry_types)
+        grads = self.specs(self.grad_types)
+        used = self.specs([types[i - num_params] for i in uses if i >= num_params])
+        carry = self.specs(self.code.halves.carry_types)
         return self._program(run, (self._param_specs, used, carry, grads), grads, donate=(3,))
 
     @property
@@ -242,7 +242,7 @@ class Stage:
     @property
     def _backward_specs(self) -> tuple[list[PartitionSpec], ...]:
         code = self.code
-        return (self._param_specs, *map(self._specs, (code.kept, code.received, code.gradients_after)))
+        return (self._param_specs, *map(self.specs, (code.kept, code.received, code.gradients_after)))
 
     def _marked(self, params: Leaves) -> Leaves:
         return [vary(p, self.kinds.param_marks[i]) for i, p in zip(self.code.params, params, strict=True)]
@@ -262,7 +262,8 @@ class Stage:
         parts = x.reshape(self.kinds.n_microbatches, -1, *x.shape[1:])
         return jax.lax.dynamic_index_in_dim(parts, number, keepdims=False)
 
-    def _specs(self, types: Sequence[Any]) -> list[PartitionSpec]:
+    def specs(self, types: Sequence[Any]) -> list[PartitionSpec]:
+        """How values of these types lie between programs."""
         return [spec(t, self.mesh.axis_names) for t in types]
 
     def _program(

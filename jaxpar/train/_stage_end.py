@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar._mean import Mean
 from jaxpar.pp._stacked import spec, unstack
+from jaxpar.pp._stage import Stage
 from jaxpar.train._local import LocalStep
 from jaxpar.train._metrics import sum_over_ranks, values
 from jaxpar.train._sums import GradientSums
@@ -65,10 +66,7 @@ class GradientsOfStage:
     local: LocalStep
     changed_axes: tuple[tuple[str, ...], ...]
 
-    def compiled(
-        self, mesh: Mesh, param_specs: Sequence[PartitionSpec], grad_types: Sequence[Any],
-        changed_types: Sequence[Any], changed_specs: Sequence[PartitionSpec],
-    ) -> Callable[..., Any]:  # fmt: skip
+    def compiled(self, stage: Stage) -> Callable[..., Any]:
         """`(params, gradients and variables between programs, 1 / count) -> (gradients, variables)`."""
 
         def run(params: Leaves, grads: Leaves, changed: Leaves, scale: jax.Array) -> tuple[Leaves, Leaves]:
@@ -77,12 +75,8 @@ class GradientsOfStage:
             reduced, _ = self.sums.after_backward(scaled, states, self.sums.plan(params), scale)
             return reduced, self.local.made_equal([unstack(x) for x in changed], self.changed_axes)
 
-        names = mesh.axis_names
-        in_specs = (
-            list(param_specs),
-            [spec(t, names) for t in grad_types],
-            [spec(t, names) for t in changed_types],
-            PartitionSpec(),
-        )
-        out_specs = (list(param_specs), list(changed_specs))
-        return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+        params = [stage.kinds.params[i] for i in stage.code.params]
+        changed = [stage.kinds.rest[i] for i in stage.changed]
+        in_specs = (params, stage.specs(stage.grad_types), stage.specs(stage.changed_types), PartitionSpec())
+        mapped = jax.shard_map(run, mesh=stage.mesh, in_specs=in_specs, out_specs=(params, changed))
+        return jax.jit(mapped)

@@ -4,6 +4,7 @@ mesh (pp 2, dp 2)      f32[8@dp]      on all four devices, copies along pp
 stage 1                f32[8@dp]      on the two devices of rank 1
 """
 
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -40,3 +41,25 @@ def onto_whole_mesh(module: nnx.Pytree, mesh: Mesh, axis: str) -> None:
             sharding = getattr(x, "sharding", None)
             if isinstance(sharding, NamedSharding) and sharding.mesh in stages:
                 variable.set_value(jax.device_put(x, NamedSharding(mesh, sharding.spec)))
+
+
+class Copies:
+    """Copies of arrays on the devices of other stages, made again only when the value is another one.
+
+    Args:
+        meshes: of each stage.
+    """
+
+    def __init__(self, meshes: tuple[Mesh, ...]) -> None:
+        self._meshes = meshes
+        self._known: dict[tuple[int, Hashable], tuple[Any, Any]] = {}
+
+    def on(self, stage: int, name: Hashable, x: Any, spec: PartitionSpec) -> Any:
+        """`x` on the devices of a stage; itself, if it lies there."""
+        sharding = NamedSharding(self._meshes[stage], spec)
+        if x.sharding == sharding:
+            return x
+        known = self._known.get((stage, name))
+        if known is None or known[0] is not x:
+            known = self._known[stage, name] = (x, jax.device_put(x, sharding))
+        return known[1]

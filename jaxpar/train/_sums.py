@@ -6,6 +6,7 @@ replicated, its optimizer state is not      reduce-scattered in a bucket, each o
 sharded by fully_shard                      scattered by its unit; replicas of the shard all-reduced in a bucket
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,6 +54,15 @@ class GradientSums:
     axes: tuple[tuple[str, ...], ...]
     slices: Slices
     reduction: Reduction
+
+    def of(self, which: Sequence[int]) -> "GradientSums":
+        """The same for some of the parameters."""
+        slices = dataclasses.replace(
+            self.slices,
+            dims=tuple(self.slices.dims[i] for i in which),
+            axes=tuple(self.slices.axes[i] for i in which),
+        )
+        return GradientSums(tuple(self.axes[i] for i in which), slices, self.reduction)
 
     def plan(self, params: Leaves, order: Sequence[int] | None = None) -> Plan:
         """Fills the buckets; in the order of the parameters from the last one, or in another one."""

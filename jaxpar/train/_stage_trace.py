@@ -1,0 +1,117 @@
+"""Trace the loss of one microbatch as the devices of a stage see it, and cut it into the programs of all stages.
+
+params, variables, batch (this device's part)  ->  rows of one microbatch  ->  loss, metrics, variables after
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxpar import _compat
+from jaxpar._module import vary
+from jaxpar.pp._code import StageCode, trace_stages
+from jaxpar.pp._stage import Kinds
+from jaxpar.train._local import LocalStep
+
+Leaves = list[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """Args:
+    codes: the programs of each stage.
+    kinds: how inputs and outputs of the whole program are numbered, and lie.
+    means: structure of `{"loss": ..., **metrics}`, whose leaves are the sums after the first.
+    """
+
+    codes: tuple[StageCode, ...]
+    kinds: Kinds
+    means: Any
+
+
+@dataclass(frozen=True, eq=False)
+class LossTrace:
+    """What a trace needs, batch apart.
+
+    Args:
+        local: what one device does; its model has the entries of stages marked.
+        mesh: of a stage.
+        params: how each parameter lies on it.
+        rest: how each other variable lies on it.
+        n_stages: how many stages.
+        n_microbatches: in how many parts each device takes its rows.
+        remat: whether stages keep only what they receive.
+    """
+
+    local: LocalStep
+    mesh: Mesh
+    params: tuple[PartitionSpec, ...]
+    rest: tuple[PartitionSpec, ...]
+    n_stages: int
+    n_microbatches: int
+    remat: bool
+
+    def __call__(
+        self, params: Sequence[Any], rest: Sequence[Any], batch: Sequence[Any], treedef: Any
+    ) -> Traced:
+        """Traces for arrays, or abstract values, of global shape; nothing is computed.
+
+        Raises:
+            ParallelizeError: a split point is not reached, out of order, or a stage has nothing to do.
+            BatchError: the loss is no scalar, or differs over an axis that does not split the batch.
+        """
+        found: list[Traced] = []
+
+        def capture(params: Leaves, rest: Leaves, batch: Leaves, number: jax.Array) -> jax.Array:
+            found.append(self._capture(params, rest, batch, number, treedef))
+            return number
+
+        specs = (list(self.params), list(self.rest), [self._batch] * len(batch), PartitionSpec())
+        shapes = ([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs] for xs in (params, rest, batch))
+        mapped = jax.shard_map(capture, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec())
+        jax.eval_shape(mapped, *shapes, jax.ShapeDtypeStruct((), jnp.int32))
+        return found[-1]
+
+    @property
+    def _batch(self) -> PartitionSpec:
+        return PartitionSpec(self.local.positions.rows or None)
+
+    def _capture(
+        self, params: Leaves, rest: Leaves, batch: Leaves, number: jax.Array, treedef: Any
+    ) -> Traced:
+        params = self.local.sums.marked(params)
+        rows = [x.reshape(self.n_microbatches, -1, *x.shape[1:])[0] for x in batch]
+        structures: list[Any] = []
+
+        def whole(*flat: Any) -> Leaves:
+            left = iter(flat)
+            some_params, some_rest, some_rows = ([next(left) for _ in xs] for xs in (params, rest, rows))
+            batch = jax.tree.unflatten(treedef, some_rows)
+            loss, metrics, rest_out = self.local.forward(some_params, some_rest, batch, next(left))
+            means, structure = jax.tree.flatten({"loss": loss, **metrics})
+            structures.append(structure)
+            return [loss.total, *map(jnp.asarray, means), *rest_out]
+
+        outputs = jax.eval_shape(whole, *params, *rest, *rows, number)
+        num_sums = len(outputs) - len(rest)
+        # What the forward of one microbatch lets vary, the next one is given varying.
+        marks = tuple(
+            tuple(axis for axis in self.local.axes if axis in _compat.varying_axes(type_))
+            for type_ in outputs[num_sums:]
+        )
+        rest = [vary(x, axes) for x, axes in zip(rest, marks, strict=True)]
+        codes = trace_stages(whole, params, rest, [*rows, number], self.n_stages, remat=self.remat)
+        kinds = Kinds(
+            params=self.params,
+            rest=self.rest,
+            batch=self._batch,
+            param_marks=self.local.sums.axes,
+            rest_marks=marks,
+            num_sums=num_sums,
+            n_microbatches=self.n_microbatches,
+        )
+        return Traced(codes, kinds, structures[-1])
