@@ -1,4 +1,4 @@
-"""What every benchmark shares: interleaved medians, rows about programs, and one JSON line per result.
+"""What every benchmark shares: interleaved medians, and one JSON line per result.
 
     from _common import Result, emit, interleave, is_quick
 
