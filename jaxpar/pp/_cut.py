@@ -64,6 +64,7 @@ class _Cutter:
             self.made_of[variable] = frozenset({_STATE if state else _BATCH})
         self._follow_forward()
         self.stage_of = self._place()
+        self._drop_marks()
 
     def _follow_forward(self) -> None:
         seen: set[int] = set()
@@ -120,6 +121,25 @@ class _Cutter:
                 first = stage - 1 if mark is not None else stage
                 used_in[variable] = min(used_in.get(variable, self.n_stages), max(first, 0))
         return stage_of
+
+    def _drop_marks(self) -> None:
+        """Marks have done their work; without them a value has one name, travels once and is not kept beside itself."""
+        names: dict[Any, Any] = {}
+        equations: list[Any] = []
+        stage_of: dict[int, int | None] = {}
+
+        def unmarked(atoms: Sequence[Any]) -> list[Any]:
+            return [a if _compat.is_literal(a) else names.get(a, a) for a in atoms]
+
+        for number, equation in enumerate(self.jaxpr.eqns):
+            if _compat.marked_stage(equation) is None:
+                stage_of[len(equations)] = self.stage_of[number]
+                equations.append(equation.replace(invars=unmarked(equation.invars)))
+            else:
+                names |= zip(equation.outvars, unmarked(equation.invars), strict=True)
+        outputs = unmarked(self.jaxpr.outvars)
+        self.jaxpr = _compat.sub_program(self.jaxpr, self.jaxpr.invars, outputs, equations)
+        self.stage_of = stage_of
 
     def pieces(self) -> tuple[Piece, ...]:
         home = {
@@ -184,11 +204,7 @@ class _Cutter:
 
     def _piece(self, stage: int, received: list[Any], sent: list[Any], results: list[int]) -> Piece:
         equations = [e for n, e in enumerate(self.jaxpr.eqns) if self.stage_of[n] in (stage, None)]
-        works = [
-            n for n, s in self.stage_of.items()
-            if s == stage and _compat.marked_stage(self.jaxpr.eqns[n]) is None
-        ]  # fmt: skip
-        if not works:
+        if stage not in self.stage_of.values():
             raise ParallelizeError(
                 f"pipeline: stage {stage} of {self.n_stages} has nothing to do: no computation lies between its beginning "
                 f"and that of stage {stage + 1}. (What comes of the batch alone, or of parameters alone, is made again by "

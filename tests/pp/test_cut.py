@@ -154,6 +154,20 @@ def test_a_value_that_many_stages_use_travels_once_and_no_further_than_needed() 
     assert [piece.num_sent for piece in pieces] == [2, 2, 1, 0]
 
 
+def test_what_enters_a_stage_and_goes_on_to_later_ones_travels_once() -> None:
+    """Under its name before the mark and under the one behind it."""
+
+    def fn(w: Any, x: Any) -> list[Any]:
+        before = w * x
+        behind = mark(before, 1)
+        h = mark(jnp.sin(behind), 2)
+        return [(h * before * behind).sum()]
+
+    pieces = pieces_of(fn, [w], [x], 3)
+    assert [piece.num_sent for piece in pieces] == [1, 2, 0]
+    np.testing.assert_array_equal(composed(pieces, [w, x])[0], fn(w, x)[0])
+
+
 def test_results_come_from_the_stage_that_makes_them() -> None:
     """A metric of stage 0; a count of the batch alone; a new variable; a variable that stays as it is; a constant."""
 
