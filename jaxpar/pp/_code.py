@@ -78,7 +78,7 @@ def trace_stages(
     Must run inside `jax.shard_map` over the mesh of a stage: arguments carry their types there. Nothing is computed.
 
     Args:
-        whole: flat, with the entries of stages 1 to n_stages - 1 marked.
+        whole: flat, with the entries of stages 1 to n_stages - 1 marked; its last outputs are `rest` after the forward.
         params: parameters that are trained; floating.
         rest: other variables of the model.
         batch: one microbatch, and its number.
@@ -86,12 +86,14 @@ def trace_stages(
         remat: keep only what was received; the backward computes the forward again.
 
     Raises:
-        ParallelizeError: a split point is not reached, out of order, or a stage has nothing to do.
+        ParallelizeError: a split point is not reached, out of order, a stage has nothing to do, or one stage changes a
+            variable that another one reads.
     """
     inputs = [*params, *rest, *batch]
     closed = trace(whole, *inputs)
-    num_state = len(params) + len(rest)
-    pieces = cut(closed, [i < num_state for i in range(len(inputs))], n_stages)
+    num_state, first_changed = len(params) + len(rest), len(closed.jaxpr.outvars) - len(rest)
+    updates = [(len(params) + i, first_changed + i) for i in range(len(rest))]
+    pieces = cut(closed, [i < num_state for i in range(len(inputs))], n_stages, updates)
     received: Leaves = []
     stages = []
     for piece in pieces:

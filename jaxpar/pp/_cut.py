@@ -9,6 +9,9 @@ What lies behind mark k belongs to stage k or a later one. What comes of paramet
 batch alone (a mask, targets) is made again in every stage that uses it; nothing of it travels. What comes of both and of
 no mark (an embedding) belongs to the first stage that uses it. Values that later stages use travel through all stages
 between, so schedules know neighbours only, and their gradients come back the same way.
+
+A variable that the program changes (a running mean, a count of random keys) goes from microbatch to microbatch within its
+stage. If several stages read it, each must be able to make its new value for itself: of variables or of the batch alone.
 """
 
 from collections.abc import Sequence
@@ -40,23 +43,30 @@ class Piece:
     results: tuple[int, ...]
 
 
-def cut(closed: Any, is_state: Sequence[bool], n_stages: int) -> tuple[Piece, ...]:
+def cut(
+    closed: Any, is_state: Sequence[bool], n_stages: int, updates: Sequence[tuple[int, int]] = ()
+) -> tuple[Piece, ...]:
     """The stages of a traced program whose entries are marked 1 to n_stages - 1.
 
     Args:
         closed: a closed jaxpr without nested calls around marks.
         is_state: for each input whether it is a parameter or another variable of the model; else it is of the batch.
         n_stages: how many stages.
+        updates: for each variable that the next microbatch is given changed: its input, and the output that it becomes.
 
     Raises:
-        ParallelizeError: a mark is missing, comes twice or out of order, or a stage has nothing to do.
+        ParallelizeError: a mark is missing, comes twice or out of order, a stage has nothing to do, or one stage changes a
+            variable that another one reads.
     """
-    return _Cutter(closed, tuple(is_state), n_stages).pieces()
+    return _Cutter(closed, tuple(is_state), n_stages, dict(updates)).pieces()
 
 
 class _Cutter:
-    def __init__(self, closed: Any, is_state: tuple[bool, ...], n_stages: int) -> None:
+    def __init__(
+        self, closed: Any, is_state: tuple[bool, ...], n_stages: int, updates: dict[int, int]
+    ) -> None:
         self.jaxpr, self.consts, self.n_stages = closed.jaxpr, closed.consts, n_stages
+        self.updates = updates
         # Of each variable: what it comes of, and the stage behind whose mark it lies (-1: behind none).
         self.made_of: dict[Any, frozenset[str]] = {}
         self.anchor: dict[Any, int] = {}
@@ -156,7 +166,10 @@ class _Cutter:
         ]
         return tuple(
             self._piece(
-                stage, crossing[stage], crossing[stage + 1], [i for i, s in results.items() if s == stage]
+                stage,
+                crossing[stage],
+                crossing[stage + 1],
+                [i for i in sorted(results) if stage in results[i]],
             )
             for stage in range(self.n_stages)
         )
@@ -173,25 +186,50 @@ class _Cutter:
                 last[variable] = max(last.get(variable, -1), stage)
         return last
 
-    def _result_stages(self, home: dict[Any, int]) -> dict[int, int]:
-        """Which stage makes each output; one that comes of parameters or batch alone is made where they are used."""
-        used_in: dict[int, int] = {}
-        inputs = {variable: i for i, variable in enumerate(self.jaxpr.invars)}
-        for stage in reversed(range(self.n_stages)):
-            for i in self._needed_inputs(
-                [e for n, e in enumerate(self.jaxpr.eqns) if self.stage_of[n] == stage]
-            ):
-                used_in[i] = stage
-        stages: dict[int, int] = {}
+    def _result_stages(self, home: dict[Any, int]) -> dict[int, frozenset[int]]:
+        """Which stages make each output: its home; or if it comes of inputs alone, the first that reads them anyway.
+
+        The new value of a variable is made by all stages that read the old one. What stays as it is nobody makes.
+        """
+        reads = [
+            self._needed_inputs([e for n, e in enumerate(self.jaxpr.eqns) if self.stage_of[n] == stage])
+            for stage in range(self.n_stages)
+        ]
+        unchanged = {o for i, o in self.updates.items() if self.jaxpr.outvars[o] is self.jaxpr.invars[i]}
+        stages: dict[int, frozenset[int]] = {}
         for i, atom in enumerate(self.jaxpr.outvars):
-            if _compat.is_literal(atom):
-                stages[i] = self.n_stages - 1
-            elif atom in home:
-                stages[i] = home[atom]
-            elif atom not in inputs:
-                needed = self._needed_inputs([], outputs=[atom])
-                stages[i] = min((used_in[j] for j in needed if j in used_in), default=0)
+            if i in unchanged:
+                continue
+            if not _compat.is_literal(atom) and atom in home:
+                stages[i] = frozenset({home[atom]})
+                continue
+            needed = self._needed_inputs([], outputs=[atom])
+            first = next((stage for stage, inputs in enumerate(reads) if inputs & needed), 0)
+            stages[i] = frozenset({first})
+            reads[first] |= needed
+        changed = [(i, o) for i, o in self.updates.items() if o not in unchanged]
+        while any([self._follow_readers(i, o, home, reads, stages) for i, o in changed]):
+            pass
         return stages
+
+    def _follow_readers(
+        self, i: int, o: int, home: dict[Any, int], reads: list[set[int]], stages: dict[int, frozenset[int]]
+    ) -> bool:
+        """Let every stage that reads variable `i` make its new value, output `o`; whether that was news."""
+        atom = self.jaxpr.outvars[o]
+        missing = {stage for stage, inputs in enumerate(reads) if i in inputs} - stages[o]
+        if not missing:
+            return False
+        if not _compat.is_literal(atom) and atom in home:
+            raise ParallelizeError(
+                f"pipeline: stage {home[atom]} changes a variable of the model, {self.jaxpr.invars[i].aval}, that stage "
+                f"{min(missing)} reads too. Stages work on different microbatches at the same time, so neither could wait for "
+                f"the other's value. Split where all that uses the variable lies in one stage, or give each stage its own."
+            )
+        stages[o] |= missing
+        for stage in missing:
+            reads[stage] |= self._needed_inputs([], outputs=[atom])
+        return True
 
     def _needed_inputs(self, equations: Sequence[Any], outputs: Sequence[Any] = ()) -> set[int]:
         """Inputs of the program that some equations use, also through what is made of inputs alone."""

@@ -28,9 +28,14 @@ mark = _compat.mark_stage
 
 
 def pieces_of(
-    fn: Callable[..., list[Any]], state: Sequence[Any], batch: Sequence[Any], n_stages: int
+    fn: Callable[..., list[Any]],
+    state: Sequence[Any],
+    batch: Sequence[Any],
+    n_stages: int,
+    updates: Sequence[tuple[int, int]] = (),
 ) -> tuple[Piece, ...]:
-    return cut(trace(fn, *state, *batch), [True] * len(state) + [False] * len(batch), n_stages)
+    is_state = [True] * len(state) + [False] * len(batch)
+    return cut(trace(fn, *state, *batch), is_state, n_stages, updates)
 
 
 def composed(pieces: Sequence[Piece], inputs: Sequence[Any]) -> list[Any]:
@@ -169,28 +174,57 @@ def test_what_enters_a_stage_and_goes_on_to_later_ones_travels_once() -> None:
 
 
 def test_results_come_from_the_stage_that_makes_them() -> None:
-    """A metric of stage 0; a count of the batch alone; a new variable; a variable that stays as it is; a constant."""
+    """A metric of stage 0; a count of the batch alone; a parameter as a metric; a new variable; one that stays; a constant."""
 
     def fn(w: Any, c: Any, x: Any) -> list[Any]:
         h = w * x
         metric = h.max()
         h = mark(h, 1) * 3.0
-        return [h.sum(), metric, (x > 1).sum(), c + h.mean(), w, jnp.float32(5.0)]
+        return [h.sum(), metric, (x > 1).sum(), w, c + h.mean(), w, jnp.float32(5.0)]
 
-    pieces = pieces_of(fn, [w, jnp.float32(1.0)], [x], 2)
-    assert sorted(i for piece in pieces for i in piece.results) == [
-        0,
-        1,
-        2,
-        3,
-        5,
-    ]  # 4 is an input, made by no stage
-    assert pieces[0].results == (1, 2)
-    expected = fn(w, jnp.float32(1.0), x)
-    for ours, theirs in zip(
-        composed(pieces, [w, jnp.float32(1.0), x]), (*expected[:4], expected[5]), strict=True
-    ):
+    inputs = [w, jnp.float32(1.0), x]
+    pieces = pieces_of(fn, inputs[:2], inputs[2:], 2, updates=[(1, 4), (0, 5)])
+    assert [piece.results for piece in pieces] == [(1, 2, 3, 6), (0, 4)]
+    expected = [y for i, y in enumerate(fn(*inputs)) if i != 5]
+    for ours, theirs in zip(composed(pieces, inputs), expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_all_stages_that_read_a_variable_make_its_new_value() -> None:
+    """A count that stages 0 and 2 read, one that takes its value from another, and a variable that becomes a constant."""
+
+    def fn(count: Any, other: Any, flag: Any, w: Any, x: Any) -> list[Any]:
+        h = mark(w * x * count, 1)
+        h = mark(jnp.sin(h) * other, 2)
+        return [(h * (count + 1.0) * flag).sum(), count * 3.0, count, jnp.float32(0.0)]
+
+    inputs = [jnp.float32(2.0), jnp.float32(3.0), jnp.float32(4.0), w, x]
+    pieces = pieces_of(fn, inputs[:4], inputs[4:], 3, updates=[(0, 1), (1, 2), (2, 3)])
+    # Stage 1 reads `other`, whose next value is `count`: so it reads `count` and follows that too.
+    assert [set(piece.results) - {0} for piece in pieces] == [{1}, {1, 2}, {1, 3}]
+    for ours, theirs in zip(composed(pieces, inputs), fn(*inputs), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def read_late(c: Any, w: Any, x: Any) -> list[Any]:
+    h = w * x
+    return [(mark(h, 1) * c).sum(), c * 0.9 + h.mean()]
+
+
+def updated_twice(c: Any, w: Any, x: Any) -> list[Any]:
+    first = c * 0.9 + (w * x).mean()
+    h = mark(w * x / first, 1)
+    return [h.sum(), first * 0.9 + h.mean()]
+
+
+@pytest.mark.parametrize(("fn", "writer", "reader"), [(read_late, 0, 1), (updated_twice, 1, 0)])
+def test_a_variable_that_one_stage_changes_and_another_reads_is_refused(
+    fn: Any, writer: int, reader: int
+) -> None:
+    with pytest.raises(
+        ParallelizeError, match=rf"stage {writer} changes a variable.* stage {reader} reads too"
+    ):
+        pieces_of(fn, [jnp.float32(1.0), w], [x], 2, updates=[(0, 1)])
 
 
 @pytest.mark.parametrize("seed", range(8))
