@@ -5,8 +5,11 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from jaxpar.pp import schedule_names
 from parallel import AXES
 from transformer import PRESETS
+
+SCHEDULES = tuple(name for name in schedule_names() if name != "ForwardOnly")
 
 
 def parse_args(
@@ -46,11 +49,19 @@ def parse_args(
     )
     parallelism.mesh(
         "--mesh",
-        "devices by axis: dp=4 (rows), dp=2,tp=2 (maths of each layer), dp=2,cp=2 (sequences), replica=2,dp=2 (fsdp in groups); "
+        "devices by axis: dp=4 (rows), dp=2,tp=2 (maths of each layer), dp=2,cp=2 (sequences), replica=2,dp=2 (fsdp in groups), "
+        "pp=2,dp=2 (stages of blocks, in one process so far); "
         "default: all devices of all processes on dp",
     )
     parallelism.switch(
         "--sequence-parallel", "with tp: norms and what is saved between layers are split along the sequence"
+    )
+
+    parallelism.choice("--schedule", SCHEDULES, "1F1B", "with pp: in which order stages work")
+    parallelism.count(
+        "--microbatches",
+        None,
+        "with pp: compute each step's batch in so many parts (default: 4 for each stage rank)",
     )
 
     training = Group(parser, "training")
@@ -72,6 +83,14 @@ def parse_args(
     output.count("--sample-bytes", 300, "length of the sample")
     output.number("--temperature", 0.7, "of the sample; 0 takes the likeliest byte always")
     args = parser.parse_args(argv)
+    if args.microbatches is None:
+        args.microbatches = 4 * args.mesh["pp"] if args.mesh["pp"] > 1 else 1
+    if args.mesh["pp"] > 1 and args.accumulate > 1:
+        parser.error(
+            f"argument --accumulate: with pp, parts of the batch are its microbatches; write --microbatches {args.microbatches * args.accumulate}"
+        )
+    if args.mesh["pp"] > 1 and args.strategy == "zero1":
+        parser.error("argument --strategy: with pp write ddp or fsdp, which shards the optimizer's state too")
     if args.mesh["replica"] > 1 and args.strategy != "fsdp":
         parser.error(
             f"argument --mesh: replica is for --strategy fsdp, whose shards it replicates; write dp={math.prod(args.mesh[axis] for axis in ('replica', 'dp'))}"
@@ -124,7 +143,7 @@ def _count(text: str) -> int:
 
 
 def _mesh(text: str) -> dict[str, int]:
-    """`dp=2,tp=2` -> {"replica": 1, "dp": 2, "cp": 1, "tp": 2}."""
+    """`dp=2,tp=2` -> {"pp": 1, "replica": 1, "dp": 2, "cp": 1, "tp": 2}."""
     try:
         sizes = {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
     except ValueError:

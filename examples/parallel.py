@@ -1,5 +1,6 @@
 """How `train_lm.py` spreads the transformer over a mesh; the model itself knows nothing of it.
 
+pp            blocks: stages of them, microbatches between
 replica, dp   rows of the batch: ddp, zero1 or fsdp
 cp            the sequence of each row: attention becomes a ring
 tp            the maths of each layer: columns, then rows
@@ -16,6 +17,7 @@ from jaxpar.cp import split_sequence
 from jaxpar.ddp import DistributedDataParallel
 from jaxpar.fsdp import MixedPrecisionPolicy, fully_shard
 from jaxpar.mesh import DeviceMesh, Partial, Replicate, Shard
+from jaxpar.pp import pipeline
 from jaxpar.tp import (
     ColwiseParallel,
     ContextParallel,
@@ -29,13 +31,19 @@ from jaxpar.tp import (
 )
 from transformer import Transformer, TransformerConfig
 
-AXES = ("replica", "dp", "cp", "tp")
+AXES = ("pp", "replica", "dp", "cp", "tp")
 BATCH_AXES = ("replica", "dp")
 STRATEGIES = ("ddp", "zero1", "fsdp")
 
 
 def parallelize(
-    model: Transformer, mesh: DeviceMesh, strategy: str, *, is_sequence_parallel: bool = False
+    model: Transformer,
+    mesh: DeviceMesh,
+    strategy: str,
+    *,
+    is_sequence_parallel: bool = False,
+    schedule: str = "1F1B",
+    microbatches: int = 1,
 ) -> None:
     """Splits the model over all axes of the mesh, in place; an axis of size 1 costs nothing."""
     plan = tensor_parallel_plan(model.config, is_sequence_parallel=is_sequence_parallel)
@@ -53,6 +61,8 @@ def parallelize(
         )
     else:
         DistributedDataParallel(model, mesh["replica", "dp", "cp"])
+    if mesh.size("pp") > 1:
+        pipeline(model, mesh["pp"], schedule=schedule, n_microbatches=microbatches)
 
 
 def tensor_parallel_plan(

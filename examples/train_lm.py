@@ -4,6 +4,7 @@
     python examples/train_lm.py                                one process, all devices that it sees
     jaxpar-launch --nproc-per-node 2 examples/train_lm.py --mesh dp=2 --strategy fsdp
     jaxpar-launch --nproc-per-node 4 examples/train_lm.py --mesh dp=2,tp=2
+    JAX_NUM_CPU_DEVICES=8 python examples/train_lm.py --mesh pp=2,dp=2,tp=2 --schedule 1F1B
     python examples/train_lm.py --data ~/books --preset medium --steps 2000
 
 Without --data it reads the sources of Python's own standard library, so there is nothing to download. It
@@ -30,6 +31,7 @@ from corpus import Corpus
 from flags import parse_args
 from jaxpar.fsdp import shard_optimizer_state, sharding_report
 from jaxpar.mesh import DeviceMesh, full_array, get_rank
+from jaxpar.pp import gathered
 from report import Delayed, Report
 from transformer import Transformer, TransformerConfig, generate, loss_fn, preset
 
@@ -44,7 +46,7 @@ def main() -> None:
     jaxpar.init_process_group()
     try:
         mesh = jaxpar.init_device_mesh(tuple(args.mesh.values()), tuple(args.mesh))
-        check_batch(args, num_parts=math.prod(map(mesh.size, parallel.BATCH_AXES)))
+        check_batch(args, num_devices=math.prod(map(mesh.size, parallel.BATCH_AXES)))
         text = read_text(args)
         config = model_config(args)
         check_heads(config, mesh.size("tp"))
@@ -78,7 +80,8 @@ def train(args: argparse.Namespace, config: TransformerConfig, text: Corpus, mes
             if i % args.eval_every == 0 or i == args.steps:
                 report.steps(delayed.flush())
                 report.evaluation(i, evaluate(model, text, args, mesh))
-    report.print(f"\nsample at temperature {args.temperature}:\n{generate_text(model, args)}\n")
+    with gathered(model, mesh):
+        report.print(f"\nsample at temperature {args.temperature}:\n{generate_text(model, args)}\n")
     if get_rank() == 0:
         report.plot(plot_path, title=run, chance=text.loss_of_frequencies())
     report.print(f"metrics     {metrics_path}\nloss curve  {plot_path}")
@@ -91,7 +94,12 @@ def build(
     model = jaxpar.init_sharded(
         lambda: Transformer(config, rngs=nnx.Rngs(args.seed)),
         lambda model: parallel.parallelize(
-            model, mesh, args.strategy, is_sequence_parallel=args.sequence_parallel
+            model,
+            mesh,
+            args.strategy,
+            is_sequence_parallel=args.sequence_parallel,
+            schedule=args.schedule,
+            microbatches=args.microbatches,
         ),
     )
     schedule = learning_rate(args)
@@ -116,7 +124,8 @@ def evaluate(model: Transformer, text: Corpus, args: argparse.Namespace, mesh: D
     batches = corpus.held_out_windows(
         text.held_out, batch=args.batch, seq=args.seq, max_batches=args.eval_batches
     )
-    losses = [evaluation_loss(model, parallel.on_mesh(windows, mesh)) for windows in batches]
+    with gathered(model, mesh):
+        losses = [evaluation_loss(model, parallel.on_mesh(windows, mesh)) for windows in batches]
     return float(np.mean(losses))
 
 
@@ -171,14 +180,16 @@ def read_text(args: argparse.Namespace) -> Corpus:
     return text
 
 
-def check_batch(args: argparse.Namespace, *, num_parts: int) -> None:
-    """Does the global batch split over devices and accumulation?"""
-    unit = num_parts * args.accumulate
+def check_batch(args: argparse.Namespace, *, num_devices: int) -> None:
+    """Does the global batch split over devices and parts?"""
+    flag = "--microbatches" if args.mesh["pp"] > 1 else "--accumulate"
+    num_parts = args.microbatches if args.mesh["pp"] > 1 else args.accumulate
+    unit = num_devices * num_parts
     if args.batch % unit:
         below, above = args.batch // unit * unit, -(-args.batch // unit) * unit
         choices = " or ".join(f"--batch {size}" for size in (below, above) if size)
         raise ValueError(
-            f"--batch {args.batch} is not a multiple of {num_parts} devices times --accumulate {args.accumulate}: every "
+            f"--batch {args.batch} is not a multiple of {num_devices} devices times {flag} {num_parts}: every "
             f"device computes the same number of rows in each part. Write {choices}."
         )
 

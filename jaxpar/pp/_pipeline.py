@@ -13,6 +13,7 @@ from flax import nnx
 from jaxpar._errors import ParallelizeError
 from jaxpar._module import ModuleT, swap_class
 from jaxpar.mesh import MeshLike, as_jax_mesh, axes_of
+from jaxpar.pp._schedule._action import COMPUTE
 from jaxpar.pp._schedule._get_schedule import find_builder, get_schedule
 from jaxpar.pp._schedule._schedule import Schedule
 from jaxpar.pp._split_points import SplitPoint, Splits, balanced_splits, check_splits
@@ -51,8 +52,8 @@ def pipeline(
 
     The cut is made in the traced program, by data flow: skip connections, masks, keyword arguments and tied weights need
     no change of the model. Over the axis travel, for each microbatch, the activations between neighbour stages, and
-    their gradients back. Parameters move to the devices of their stage when the `TrainStep` is built. Outside a step
-    nothing is changed. Sources: PyTorch's `pipeline` and `PipelineStage` (parity PP1, PP3).
+    their gradients back. Parameters and their optimizer state move to the devices of their stage in the first step; to call
+    the model after that, see `gathered`. Sources: PyTorch's `pipeline` and `PipelineStage` (parity PP1, PP3).
 
     Args:
         model: a Flax NNX module, already given to `fully_shard`, `parallelize_module` or `DistributedDataParallel` over
@@ -61,7 +62,8 @@ def pipeline(
         split_spec: module names and "beginning" or "end": where stages begin, in the order in which they run.
         n_stages: instead, how many stages: cut between the modules of the model's longest list, so that the heaviest
             stage has as few parameters as possible. Default: one for each rank.
-        schedule: a name for `get_schedule`, or a `Schedule` for these stages.
+        schedule: a name for `get_schedule`, or a `Schedule` for these stages; of one that spells out messages, gathers or
+            reductions, the computations count.
         n_microbatches: in how many parts each step takes its batch; for a schedule given by name.
         remat: keep only what stages receive, and compute the forward again in the backward.
 
@@ -102,7 +104,7 @@ def pipeline(
     plan = PipelinePlan(
         names[0], splits, _schedule(schedule, n_ranks, len(splits) + 1, n_microbatches), remat
     )
-    return swap_class(model, "Pipeline", _call, {PLAN: plan})
+    return swap_class(model, "Pipelined", _call, {PLAN: plan})
 
 
 def plan_of(model: Any) -> PipelinePlan | None:
@@ -121,6 +123,12 @@ def plan_of(model: Any) -> PipelinePlan | None:
 
 def _call(original: Any, self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
+
+
+def _compute_only(schedule: Schedule) -> Schedule:
+    """The schedule without what the executor does by itself: messages, gathers, reductions."""
+    rows = [[a for a in row if a is None or a.parts[0].op in COMPUTE] for row in schedule.rows]
+    return Schedule(rows, schedule.rank_of_stage, memory_limit=schedule.memory_limit)
 
 
 def _usual_stages(name: str, n_ranks: int) -> int:
@@ -142,7 +150,7 @@ def _schedule(schedule: str | Schedule, n_ranks: int, n_stages: int, n_microbatc
             raise ParallelizeError(
                 f"pipeline: n_microbatches={n_microbatches}, but the schedule is for {schedule.n_microbatches}. Leave it out."
             )
-        return schedule
+        return _compute_only(schedule)
     if n_microbatches is None:
         raise ParallelizeError(
             f"pipeline: how many microbatches? Write n_microbatches={4 * n_ranks}, for instance."

@@ -30,7 +30,7 @@ from jaxpar.train._clip import Norm
 from jaxpar.train._parts import Parts, check_rows
 from jaxpar.train._stage_end import GradientsOfStage, MeansOfAll
 from jaxpar.train._stage_optimizer import StageOptimizer
-from jaxpar.train._stage_place import Copies, spec_on_stage, stage_mesh
+from jaxpar.pp._place import Copies, spec_on_stage, stage_mesh
 from jaxpar.train._stage_trace import LossTrace
 from jaxpar.train._variables import Variables
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.train._clip import Norm
-from jaxpar.train._stage_place import Copies, spec_on_stage
+from jaxpar.pp._place import Copies, spec_on_stage
 from jaxpar.train._stage_update import StageUpdate, cut_update, shape_of
 from jaxpar.train._variables import Variables
 

@@ -30,7 +30,7 @@ from jaxpar.train._fused import FusedStep
 from jaxpar.train._local import LocalStep
 from jaxpar.train._parts import Parts
 from jaxpar.train._pipelined import PipelinedStep
-from jaxpar.train._stage_place import onto_whole_mesh
+from jaxpar.pp._place import onto_whole_mesh
 from jaxpar.train._sums import GradientSums, slices_of
 from jaxpar.train._variables import Variables
 

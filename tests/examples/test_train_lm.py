@@ -56,10 +56,16 @@ def test_wrong_data_is_one_line_that_says_what_to_write(tmp_path: Path) -> None:
     ("words", "message"),
     [
         ("--mesh 2", "'2' is not a mesh; write axis=size, for example dp=2"),
-        ("--mesh tp=4", "the axes are dp and, if you like, replica, cp, tp; write dp=4"),
-        ("--mesh dp=2,ep=2", "the axes are dp and, if you like, replica, cp, tp; write dp=4"),
+        ("--mesh tp=4", "the axes are dp and, if you like, pp, replica, cp, tp; write dp=4"),
+        ("--mesh dp=2,ep=2", "the axes are dp and, if you like, pp, replica, cp, tp; write dp=4"),
         ("--mesh dp=2 --sequence-parallel", "it is a way to do tensor parallelism; write --mesh dp=2,tp=2"),
         ("--mesh replica=2,dp=2", "replica is for --strategy fsdp, whose shards it replicates; write dp=4"),
+        (
+            "--mesh pp=2,dp=2 --accumulate 2",
+            "parts of the batch are its microbatches; write --microbatches 16",
+        ),
+        ("--mesh pp=2,dp=2 --strategy zero1", "with pp write ddp or fsdp"),
+        ("--schedule 2F2B", "invalid choice: '2F2B'"),
         ("--steps 0", "'0' is not a whole number above 0"),
         ("--batch many", "'many' is not a whole number above 0"),
         ("--strategy deepspeed", "invalid choice: 'deepspeed'"),
@@ -67,17 +73,31 @@ def test_wrong_data_is_one_line_that_says_what_to_write(tmp_path: Path) -> None:
 )
 def test_wrong_flags_say_what_to_write(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        flags.parse_args(train_lm.__doc__, strategies=("ddp",), argv=words.split())
+        flags.parse_args(train_lm.__doc__, strategies=("ddp", "zero1"), argv=words.split())
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) == 2
 
 
+@pytest.mark.parametrize(("pp", "flag"), [(1, "--accumulate"), (2, "--microbatches")])
 @pytest.mark.parametrize(("batch", "choices"), [(30, "--batch 28 or --batch 32"), (3, "--batch 4")])
-def test_batch_that_does_not_divide_names_the_next_ones(batch: int, choices: str) -> None:
-    args = argparse.Namespace(batch=batch, accumulate=2)
-    with pytest.raises(ValueError, match=rf"2 devices times --accumulate 2.*Write {choices}\."):
-        train_lm.check_batch(args, num_parts=2)
-    train_lm.check_batch(argparse.Namespace(batch=32, accumulate=2), num_parts=2)
+def test_batch_that_does_not_divide_names_the_next_ones(batch: int, choices: str, pp: int, flag: str) -> None:
+    args = argparse.Namespace(batch=batch, accumulate=2, microbatches=2, mesh={"pp": pp})
+    with pytest.raises(ValueError, match=rf"2 devices times {flag} 2.*Write {choices}\."):
+        train_lm.check_batch(args, num_devices=2)
+    args.batch = 32
+    train_lm.check_batch(args, num_devices=2)
+
+
+def test_pipeline_trains_evaluates_and_samples(tmp_path: Path) -> None:
+    flags = "--preset tiny --depth 2 --seq 32 --steps 20 --batch 8 --microbatches 4 --lr 1e-2 --eval-every 20"
+    flags += " --eval-batches 1 --sample-bytes 8 --max-bytes 100000 --mesh pp=2,dp=2 --schedule ZBH1"
+    command = [SCRIPT, *flags.split(), "--out", tmp_path]
+    result = launch(command, nproc=1, devices_per_proc=4, environ=QUICK, timeout_s=300).check()
+    assert "ddp over pp=2,dp=2" in result.output[0] and "sample at" in result.output[0]
+    *train, held_out = [
+        json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert train[0] > 5 and train[-1] < 4.2 and held_out < 4.2
 
 
 def test_heads_are_not_cut() -> None:

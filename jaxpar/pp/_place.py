@@ -33,14 +33,19 @@ def spec_on_stage(x: Any, axis: str) -> PartitionSpec:
 
 
 def onto_whole_mesh(module: nnx.Pytree, mesh: Mesh, axis: str) -> None:
-    """Put back, in place, what an earlier step moved to the devices of stages: on all devices, copies along `axis`."""
-    stages = [stage_mesh(mesh, axis, rank) for rank in range(mesh.shape[axis])]
+    """Put back, in place, what an earlier step moved to the devices of stages."""
     for _, variable in nnx.iter_graph(module):
         if isinstance(variable, nnx.Variable):
-            x = variable.get_value()
-            sharding = getattr(x, "sharding", None)
-            if isinstance(sharding, NamedSharding) and sharding.mesh in stages:
-                variable.set_value(jax.device_put(x, NamedSharding(mesh, sharding.spec)))
+            variable.set_value(on_whole_mesh(variable.get_value(), mesh, axis))
+
+
+def on_whole_mesh(x: Any, mesh: Mesh, axis: str) -> Any:
+    """An array of one stage on all devices, copies along `axis`; anything else as it is."""
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh == mesh:
+        return x
+    stages = [stage_mesh(mesh, axis, rank) for rank in range(mesh.shape[axis])]
+    return jax.device_put(x, NamedSharding(mesh, sharding.spec)) if sharding.mesh in stages else x
 
 
 class Copies:
