@@ -5,6 +5,8 @@
 """
 
 import collections
+import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +15,8 @@ import jax
 import numpy as np
 
 from jaxpar.pp._schedule._action import Action, Op
+from jaxpar.pp._schedule._passes._bubbles import earliest_rows
 from jaxpar.pp._schedule._schedule import Schedule
-from jaxpar.pp._schedule._walk import walk
 from jaxpar.pp._stage import Stage
 
 Leaves = list[Any]
@@ -58,11 +60,16 @@ def run_schedule(
         counts: for each stage, which of its changed variables every microbatch starts anew with (by position).
     """
     run = _Run(stages, arrays, [list(a.changed) for a in arrays], counts)
-    for rank, step in walk(schedule.rows, schedule.cells).order:
-        action = schedule.rows[rank][step]
-        assert action is not None
-        for part in action.parts:
-            run.do(part)
+    for action in dispatch_order(schedule):
+        run.do(action)
+
+
+@functools.lru_cache(maxsize=32)
+def dispatch_order(schedule: Schedule) -> tuple[Action, ...]:
+    """All computations in the order in which they are dispatched: tick by tick, so that no device waits for Python."""
+    rows = earliest_rows(schedule.rows, schedule.cells)
+    ticks = itertools.zip_longest(*rows)
+    return tuple(part for tick in ticks for action in tick if action is not None for part in action.parts)
 
 
 @dataclass
