@@ -16,10 +16,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar import _compat
+from jaxpar._errors import ParallelizeError
 from jaxpar._pytree import PyTree
 from jaxpar.data import global_batch
 from jaxpar.fsdp._offload import on_device
 from jaxpar.mesh import assert_same_everywhere, warm_up
+from jaxpar.pp import Costs
 from jaxpar.train._clip import clipping
 from jaxpar.train._parts import Parts, check_rows, live_spec
 from jaxpar.train._update import Update
@@ -60,6 +62,13 @@ class FusedStep:
     def lower(self, batch: PyTree) -> jax.stages.Lowered:
         """Lowers the step without running it."""
         return self._jitted.lower(*self._arguments(batch))
+
+    def measure(self, batch: PyTree, *, repeats: int) -> Costs:
+        """There are no stages to measure."""
+        raise ParallelizeError(
+            "TrainStep.measure: times the stages of a pipeline, and the model has none. Give it to "
+            "jaxpar.pp.pipeline(model, mesh['pp'], ...) first."
+        )
 
     def _arguments(self, batch: PyTree) -> tuple[Any, ...]:
         return (*self._model.values(), *self._optimizer.values(), self._states, self._global_batch(batch))

@@ -20,9 +20,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar._errors import ParallelizeError
 from jaxpar._pytree import PyTree
-from jaxpar.pp import PipelinePlan
+from jaxpar.pp import Costs, PipelinePlan
 from jaxpar.pp._code import StageCode
 from jaxpar.pp._local import StageArrays, run_schedule
+from jaxpar.pp._measure import measure
+from jaxpar.pp._place import Copies, spec_on_stage, stage_mesh
 from jaxpar.pp._split_points import mark_splits
 from jaxpar.pp._stage import Stage
 from jaxpar.train._checks import check_pipelined
@@ -30,7 +32,6 @@ from jaxpar.train._clip import Norm
 from jaxpar.train._parts import Parts, check_rows
 from jaxpar.train._stage_end import GradientsOfStage, MeansOfAll
 from jaxpar.train._stage_optimizer import StageOptimizer
-from jaxpar.pp._place import Copies, spec_on_stage, stage_mesh
 from jaxpar.train._stage_trace import LossTrace
 from jaxpar.train._variables import Variables
 
@@ -105,10 +106,7 @@ class PipelinedStep:
     def __call__(self, batch: PyTree) -> dict[str, PyTree]:
         """Runs one step."""
         leaves, treedef = jax.tree.flatten(batch)
-        shapes = (treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves))
-        if shapes not in self._compiled:
-            self._compiled[shapes] = self._compile(leaves, treedef)
-        return self._step(self._compiled[shapes], leaves)
+        return self._step(self._compiled_for(leaves, treedef), leaves)
 
     def lower(self, batch: PyTree) -> jax.stages.Lowered:
         """There is no one program to lower."""
@@ -117,7 +115,21 @@ class PipelinedStep:
             "pipeline(...), or look at the plan: simulate(plan_of(model).schedule)."
         )
 
+    def measure(self, batch: PyTree, *, repeats: int) -> Costs:
+        """Times the programs of each stage, alone; nothing is trained."""
+        leaves, treedef = jax.tree.flatten(batch)
+        compiled = self._compiled_for(leaves, treedef)
+        params, rest = self._model.values()
+        arrays = [self._arrays(s, stage, params, rest, leaves) for s, stage in enumerate(compiled.stages)]
+        return measure(compiled.stages, arrays, repeats=repeats)
+
     # Once per shape of the batch
+
+    def _compiled_for(self, leaves: Leaves, treedef: Any) -> Compiled:
+        shapes = (treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves))
+        if shapes not in self._compiled:
+            self._compiled[shapes] = self._compile(leaves, treedef)
+        return self._compiled[shapes]
 
     def _compile(self, leaves: Leaves, treedef: Any) -> Compiled:
         num_parts = math.prod(self._parts.mesh.shape[axis] for axis in self._parts.batch_axes)

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.train._clip import Norm
 from jaxpar.pp._place import Copies, spec_on_stage
+from jaxpar.train._clip import Norm
 from jaxpar.train._stage_update import StageUpdate, cut_update, shape_of
 from jaxpar.train._variables import Variables
 

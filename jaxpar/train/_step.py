@@ -23,14 +23,14 @@ from jaxpar.fsdp._whole import Units
 from jaxpar.fsdp._zero1 import cuts_of
 from jaxpar.mesh import MeshLike, as_jax_mesh, axes_of
 from jaxpar.mesh._flat_buffers import default_flatten_below_bytes
-from jaxpar.pp import PipelinePlan, plan_of
+from jaxpar.pp import Costs, PipelinePlan, plan_of
+from jaxpar.pp._place import onto_whole_mesh
 from jaxpar.train._checks import check_cuts, check_plan, check_records, check_units
 from jaxpar.train._dropout import Positions, own_counts
 from jaxpar.train._fused import FusedStep
 from jaxpar.train._local import LocalStep
 from jaxpar.train._parts import Parts
 from jaxpar.train._pipelined import PipelinedStep
-from jaxpar.pp._place import onto_whole_mesh
 from jaxpar.train._sums import GradientSums, slices_of
 from jaxpar.train._variables import Variables
 
@@ -191,6 +191,34 @@ class TrainStep:
         `nnx.eval_shape` makes them) are lowered without any array: for devices that are not here.
         """
         return self._engine.lower(batch)
+
+    def measure(self, batch: PyTree, *, repeats: int = 5) -> Costs:
+        """Times the stages of a pipelined model, each program alone: costs for `simulate` and `auto_schedule`.
+
+        Nothing is trained, and the model is not changed. Times are seconds, memory is bytes on a device; both depend on the
+        batch's shape. Each program keeps its stage's devices busy alone, so on one machine's cores stages that run at once
+        may take longer.
+
+        Args:
+            batch: as for a step.
+            repeats: how often each program runs; the median counts.
+
+        Raises:
+            ParallelizeError: the model was not given to `pipeline`.
+
+        Example:
+            >>> import jax, jaxpar, optax
+            >>> from flax import nnx
+            >>> mesh = jaxpar.init_device_mesh((2,), ("pp",), devices=jax.devices()[:2])
+            >>> model = nnx.Sequential(*[nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(2)])
+            >>> model = jaxpar.pp.pipeline(model, mesh["pp"], n_stages=2, n_microbatches=2)
+            >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+            >>> step = jaxpar.TrainStep(lambda m, x: (m(x) ** 2).mean(), model, optimizer, mesh=mesh)
+            >>> costs = step.measure(jax.numpy.ones((8, 4)), repeats=1)
+            >>> len(costs.F), costs.activation[0] > 0
+            (2, True)
+        """
+        return self._engine.measure(batch, repeats=repeats)
 
     def _summed_over(self, live: tuple[str, ...], variable: nnx.Variable[Any]) -> tuple[str, ...]:
         """Axes over which the gradients of a parameter are terms of a sum; the step takes it in a bucket."""
