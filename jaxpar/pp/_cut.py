@@ -197,15 +197,16 @@ class _Cutter:
         ]
         unchanged = {o for i, o in self.updates.items() if self.jaxpr.outvars[o] is self.jaxpr.invars[i]}
         stages: dict[int, frozenset[int]] = {}
-        for i, atom in enumerate(self.jaxpr.outvars):
-            if i in unchanged:
+        for number, atom in enumerate(self.jaxpr.outvars):
+            if number in unchanged:
                 continue
             if not _compat.is_literal(atom) and atom in home:
-                stages[i] = frozenset({home[atom]})
+                stages[number] = frozenset({home[atom]})
                 continue
+            old = {i for i, o in self.updates.items() if o == number}
             needed = self._needed_inputs([], outputs=[atom])
-            first = next((stage for stage, inputs in enumerate(reads) if inputs & needed), 0)
-            stages[i] = frozenset({first})
+            first = next((s for some in (old, needed) for s, inputs in enumerate(reads) if inputs & some), 0)
+            stages[number] = frozenset({first})
             reads[first] |= needed
         changed = [(i, o) for i, o in self.updates.items() if o not in unchanged]
         while any([self._follow_readers(i, o, home, reads, stages) for i, o in changed]):
