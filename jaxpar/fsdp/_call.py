@@ -53,7 +53,8 @@ def _call(
         [x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array) and _is_number(x)][:1]
     )
     started = jax.lax.stop_gradient(started)
-    full = gather_unit(self, unit, variables, order, after=[_earlier(order.started, unit.prefetch, started)])
+    after = [] if order.is_cut and self is order.root else [_earlier(order.started, unit.prefetch, started)]
+    full = gather_unit(self, unit, variables, order, after)
     order.started.append(started)
     reshard = _reshards(self, unit, order)
     if reshard is False:

@@ -15,10 +15,10 @@ from jaxpar._after import number_of
 from jaxpar._errors import ParallelizeError
 from jaxpar._module import manual_axes
 from jaxpar._pytree import PyTree, leaf_names
+from jaxpar._residuals import is_floating
 from jaxpar._spec import entries
 from jaxpar.fsdp._policy import MixedPrecisionPolicy
 from jaxpar.fsdp._regather import regathering
-from jaxpar._residuals import is_floating
 from jaxpar.fsdp._unshard import DEFAULT_FLATTEN_BELOW_BYTES, Gather
 
 # How a tree of parameters lies: a spec for each leaf, a prefix of such a tree, or one spec for all.

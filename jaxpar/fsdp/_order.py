@@ -26,6 +26,8 @@ class Order:
     Args:
         trace: of which trace.
         root: the module that the loss function is given, if known.
+        is_cut: the trace will be cut into stages: the root's gather waits for nothing, so that each stage that uses the root's
+            parameters makes it for itself.
         modules: units in progress, outermost first: their parameters are gathered.
         started: f32[] for each unit, in the order of calls: known once the unit has started.
         tokens: of the calls that gather again, for the order of their backward.
@@ -35,6 +37,7 @@ class Order:
 
     trace: Any
     root: Any = None
+    is_cut: bool = False
     modules: tuple[Any, ...] = ()
     started: list[jax.Array] = dataclasses.field(default_factory=list)
     tokens: list[jax.Array] = dataclasses.field(default_factory=list)
@@ -50,6 +53,13 @@ class Order:
         finally:
             self.modules = before
 
+    def restart(self) -> None:
+        """At the entry of a stage: nothing here waits for what an earlier stage did."""
+        self.started.clear()
+        self.tokens.clear()
+        self.gathered.clear()
+        self.scatter_token = jnp.float32(0)
+
     def is_running(self, module: Any) -> bool:
         """Whether the unit is in progress (one of its methods calls another)."""
         return any(module is running for running in self.modules)
@@ -59,14 +69,21 @@ _CURRENT: contextvars.ContextVar[Order | None] = contextvars.ContextVar("jaxpar_
 
 
 @contextlib.contextmanager
-def new_order(root: Any = None, modules: tuple[Any, ...] = ()) -> Iterator[Order]:
+def new_order(root: Any = None, modules: tuple[Any, ...] = (), *, is_cut: bool = False) -> Iterator[Order]:
     """Begins an order; it ends with the block."""
-    order = Order(_compat.trace_state(), root, modules)
+    order = Order(_compat.trace_state(), root, is_cut, modules)
     reset = _CURRENT.set(order)
     try:
         yield order
     finally:
         _CURRENT.reset(reset)
+
+
+def restart_order() -> None:
+    """Restarts the order of this trace, if there is one."""
+    order = _CURRENT.get()
+    if order is not None and order.trace == _compat.trace_state():
+        order.restart()
 
 
 @contextlib.contextmanager

@@ -16,8 +16,8 @@ from jax.custom_derivatives import SymbolicZero
 from jaxpar._after import copy_after, number_of, wait_for
 from jaxpar._compat import forget_axes
 from jaxpar._module import vary, varying_axes
-from jaxpar.fsdp._policy import MixedPrecisionPolicy
 from jaxpar._residuals import Static, instantiate, is_floating
+from jaxpar.fsdp._policy import MixedPrecisionPolicy
 from jaxpar.fsdp._wires import Wire, assign_wires, pack_full, pack_shards, unpack_full, unpack_shards
 
 Leaves = list[jax.Array]

@@ -76,22 +76,31 @@ def _layers(modules: nnx.List) -> dict[int, nnx.Module]:
     }
 
 
-def mark_splits(model: nnx.Module, splits: Splits) -> None:
-    """Mark the stage entries in a model that lives only in a trace, in place: what enters a stage is marked by its number."""
+def mark_splits(model: nnx.Module, splits: Splits, at_entry: Callable[[], None]) -> None:
+    """Mark the stage entries in a model that lives only in a trace, in place: what enters a stage is marked by its number.
+
+    Args:
+        model: the model, built for the trace.
+        splits: where stages begin.
+        at_entry: called while tracing, whenever a stage begins.
+    """
     modules = {_name(path): module for path, module in nnx.iter_modules(model)}
     for index, (name, point) in enumerate(splits, start=1):
-        swap_class(modules[name], f"Split{index}", _marking(index, point), level=OUTSIDE)
+        swap_class(modules[name], f"Split{index}", _marking(index, point, at_entry), level=OUTSIDE)
 
 
 @functools.cache
-def _marking(index: int, point: SplitPoint) -> Callable[..., Any]:
+def _marking(index: int, point: SplitPoint, at_entry: Callable[[], None]) -> Callable[..., Any]:
     """The call of a module at whose beginning or end stage `index` begins; cached, so that classes are shared."""
 
     def call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-        if point == "beginning":
-            args, kwargs = _marked((args, kwargs), index)
-            return original(*args, **kwargs)
-        return _marked(original(*args, **kwargs), index)
+        if point == "end":
+            out = original(*args, **kwargs)
+            at_entry()
+            return _marked(out, index)
+        at_entry()
+        args, kwargs = _marked((args, kwargs), index)
+        return original(*args, **kwargs)
 
     return call
 

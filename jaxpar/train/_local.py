@@ -48,6 +48,7 @@ class LocalStep:
         num_ranks: product of their sizes.
         accumulate: number of microbatches.
         is_buffer_mean: other leaves are made equal by their mean, instead of taking rank 0's.
+        is_cut: the trace will be cut into the stages of a pipeline.
         units: units to gather before the microbatches and to scatter after them; None: in each.
     """
 
@@ -63,6 +64,7 @@ class LocalStep:
     accumulate: int
     is_buffer_mean: bool = False
     units: Units | None = None
+    is_cut: bool = False
 
     def __call__(
         self, params: Leaves, rest: Leaves, states: tuple[PyTree, ...], batch: PyTree
@@ -90,7 +92,7 @@ class LocalStep:
     ) -> tuple[Mean, dict[str, PyTree], Leaves]:
         model = self.merge(params, rest)
         use_global_positions(model, self.positions, microbatch)
-        with new_order(root=model):
+        with new_order(root=model, is_cut=self.is_cut):
             loss, metrics = split_output(self.loss_fn(model, batch))
         return Mean(vary(loss.total, self.axes), loss.count), metrics, self.split(model)
 

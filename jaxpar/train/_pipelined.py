@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar._errors import ParallelizeError
 from jaxpar._pytree import PyTree
+from jaxpar.fsdp._order import restart_order
 from jaxpar.pp import Costs, PipelinePlan
 from jaxpar.pp._code import StageCode
 from jaxpar.pp._local import StageArrays, run_schedule
@@ -243,7 +244,7 @@ class PipelinedStep:
 def _merge_marked(model: Variables, plan: PipelinePlan, params: Sequence[Any], rest: Sequence[Any]) -> Any:
     """The model, with the entries of its stages marked."""
     merged = model.merge(params, rest)
-    mark_splits(merged, plan.splits)
+    mark_splits(merged, plan.splits, restart_order)
     return merged
 
 

@@ -343,7 +343,7 @@ def model_pieces(
 
     def fn(*flat: Any) -> list[Any]:
         merged = nnx.merge(graphdef, jax.tree.unflatten(treedef, flat[: len(leaves)]))
-        mark_splits(merged, splits)
+        mark_splits(merged, splits, lambda: None)
         return [call(merged, *flat[len(leaves) :])]
 
     return pieces_of(fn, leaves, batch, len(splits) + 1), [*leaves, *batch], expected
