@@ -102,8 +102,8 @@ class _Cutter:
         if missing:
             raise ParallelizeError(
                 f"pipeline: the beginning of stage {min(missing)} was never reached while tracing the loss: its module is "
-                f"not called, or only inside jax.lax.scan, jax.lax.cond or jax.checkpoint, where a cut cannot be made. "
-                f"Split at modules that the model calls in plain Python."
+                f"not called, or only inside jax.lax.scan, jax.lax.cond, jax.checkpoint or a unit of fully_shard, where a cut "
+                f"cannot be made. Split at modules that the model calls in plain Python, and at units or between them."
             )
 
     def _is_floating(self, variable: Any) -> bool:

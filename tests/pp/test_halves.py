@@ -5,7 +5,7 @@ and H is 7, so shapes tell what an array is made of.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ Layer = Callable[[Any, Any, Any], Any]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def float64():
+def float64() -> Iterator[None]:
     with jax.enable_x64(True):
         yield
 
