@@ -85,9 +85,8 @@ class PipelinedStep:
         check_pipelined(parts, plan)
         self._plan, self._parts, self._donate = plan, parts, donate
         self._model = parts.model
-        self._local = dataclasses.replace(
-            parts.local, merge=functools.partial(_merge_marked, parts.model, plan)
-        )
+        merge = functools.partial(_merge_marked, parts.model, plan)
+        self._local = dataclasses.replace(parts.local, merge=merge, is_cut=True)
         self._meshes = tuple(stage_mesh(parts.mesh, plan.axis, rank) for rank in plan.schedule.rank_of_stage)
         params, rest = self._model.values()
         self._trace = LossTrace(

@@ -168,3 +168,33 @@ def test_gathered_leaves_other_models_alone() -> None:
     model = make_model()
     with gathered(model, make_mesh()) as same:
         assert same is model
+
+
+class Tied(nnx.Module):
+    """The first and the last stage use one table."""
+
+    def __init__(self) -> None:
+        self.embed = nnx.Embed(8, 8, rngs=nnx.Rngs(0))
+        self.blocks = nnx.List([nnx.Linear(8, 8, rngs=nnx.Rngs(i)) for i in range(2)])
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.embed.attend(x)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_activations_are_all_that_travels_and_no_weights(is_sharded: bool) -> None:
+    """Of tied weights each stage gathers its own copy, and no token of the order of gathers crosses stages."""
+    mesh = make_mesh(2)
+    model = Tied()
+    if is_sharded:
+        fully_shard(model, mesh["dp"], units="blocks.*")
+    pipeline(model, mesh["pp"], n_stages=2, n_microbatches=2)
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    step = jaxpar.TrainStep(lambda m, x: (m(x) ** 2).mean(), model, optimizer, mesh=mesh)
+    tokens = np.zeros((8, 3), np.int32)
+    stages = step._engine._compiled_for([tokens], jax.tree.structure(0)).stages  # type: ignore[union-attr]
+    assert [str(x.dtype) + str(list(x.shape)) for x in stages[0].code.sent] == ["float32[2, 3, 8]"]
+    assert 0 in stages[0].code.params and 0 not in set(stages[0].code.params) - set(stages[1].code.params)
