@@ -1,0 +1,133 @@
+"""Pipelined in every composition: pp with dp, fsdp, tp, and all three, equal to one device in float64.
+
+    stage 0    embedding, attention            on pp rank 0, over dp and tp as without a pipeline
+    stage 1    MLP, tied embedding, loss       on pp rank 1; the residual stream crosses too
+
+A unit of fully_shard is never cut: there stage 1 begins with the block. Dropout, clipping, AdamW and weights that differ between microbatches are on. The reference is the same step on one device.
+"""
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxpar
+from jaxpar.ddp import DistributedDataParallel
+from jaxpar.fsdp import fully_shard
+from jaxpar.mesh import init_device_mesh
+from jaxpar.pp import pipeline
+from jaxpar.tp import parallelize_module
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny import Transformer, loss_fn, plan
+
+NUM_STEPS = 3
+RTOL = 1e-12
+
+
+@pytest.fixture(autouse=True, scope="module")
+def float64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def ddp(model: Any, mesh: Any) -> None:
+    DistributedDataParallel(model, mesh["dp"])
+
+
+def fsdp(model: Any, mesh: Any) -> None:
+    fully_shard(model, mesh["dp"], units="blocks.*")
+
+
+def hsdp(model: Any, mesh: Any) -> None:
+    fully_shard(model, mesh["replica", "dp"], shard_axis="dp", replicate_axis="replica", units="blocks.*")
+
+
+def tp(model: Any, mesh: Any) -> None:
+    parallelize_module(model, mesh["tp"], plan())
+
+
+def sp(model: Any, mesh: Any) -> None:
+    parallelize_module(model, mesh["tp"], plan(is_sequence_parallel=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A mesh, what is done to the model before `pipeline`, and a schedule."""
+
+    axes: dict[str, int]
+    wraps: tuple[Callable[[Any, Any], None], ...]
+    schedule: str = "1F1B"
+
+    @property
+    def split(self) -> dict[str, str]:
+        has_units = fsdp in self.wraps or hsdp in self.wraps
+        return {"blocks.0": "beginning"} if has_units else {"blocks.0.attention": "end"}
+
+    def __str__(self) -> str:
+        return "-".join((*(wrap.__name__ for wrap in self.wraps), self.schedule))
+
+
+LAYOUTS = [
+    Layout({"pp": 2, "dp": 2}, (), "ZBH1"),  # replicated without a wrapper
+    Layout({"dp": 2, "pp": 2}, (ddp,)),  # the order of the axes does not matter
+    Layout({"pp": 2, "dp": 4}, (fsdp,), "ZBH1"),
+    Layout({"replica": 2, "pp": 2, "dp": 2}, (hsdp,)),
+    Layout({"pp": 2, "dp": 1, "tp": 2}, (tp,), "ZBH1"),
+    Layout({"pp": 2, "dp": 2, "tp": 2}, (fsdp, tp)),
+    Layout({"pp": 2, "dp": 2, "tp": 2}, (sp, fsdp), "GPipe"),
+]
+
+
+def trained(layout: Layout | None) -> tuple[dict[str, list[float]], list[np.ndarray]]:
+    """Metrics by name, and all parameters, whole, after the steps."""
+    rng = np.random.default_rng(0)
+    weights = (rng.uniform(size=(32, 8)) < np.linspace(0.2, 0.9, 32)[:, None]).astype(np.float64)
+    batch = {"tokens": rng.integers(0, 16, (32, 9)).astype(np.int32), "weights": weights}
+    axes = {"dp": 1} if layout is None else layout.axes
+    devices = jax.devices()[: int(np.prod(list(axes.values())))]
+    mesh = init_device_mesh(tuple(axes.values()), tuple(axes), devices=devices)
+    model = Transformer(dropout=0.25)
+    model.train()
+    for wrap in () if layout is None else layout.wraps:
+        wrap(model, mesh)
+    if layout is not None:
+        pipeline(model, mesh["pp"], split_spec=layout.split, schedule=layout.schedule, n_microbatches=4)
+    step = jaxpar.TrainStep(
+        loss_fn,
+        model,
+        nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param),
+        mesh=mesh,
+        batch_axes=tuple(axis for axis in ("replica", "dp") if axis in axes),
+        accumulate=1 if layout is not None else 4,
+        clip_norm=0.1,
+    )
+    metrics = [step(batch) for _ in range(NUM_STEPS)]
+    return (
+        {name: [float(m[name]) for m in metrics] for name in metrics[0]},
+        [np.asarray(x) for x in jax.tree.leaves(nnx.state(model, nnx.Param))],
+    )
+
+
+@functools.cache
+def one_device() -> tuple[dict[str, list[float]], list[np.ndarray]]:
+    return trained(None)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_pipeline_of_any_layout_equals_one_device(layout: Layout) -> None:
+    metrics, params = trained(layout)
+    expected_metrics, expected_params = one_device()
+    assert metrics.keys() == expected_metrics.keys() == {"loss", "grad_norm"}
+    for name, values in metrics.items():
+        np.testing.assert_allclose(values, expected_metrics[name], rtol=RTOL, err_msg=name)
+    for ours, theirs in zip(params, expected_params, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=RTOL, atol=RTOL)
