@@ -4,7 +4,7 @@ import importlib.util
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,19 @@ H100S = "{:,} H100s, compiled ahead of time"
 _ONE_THREAD = {"PJRT_NPROC": "1", "OMP_NUM_THREADS": "1"}
 
 
-def run_worker(script: str, *arguments: object, layout: str = ALONE, limit_s: float = 600) -> dict[str, Any]:
+def run_worker(
+    script: str,
+    *arguments: object,
+    layout: str = ALONE,
+    limit_s: float = 600,
+    environ: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """Runs a script of this folder in a layout; returns the last JSON object that rank 0 printed.
 
     Each device has one core: processes are held to one thread rather than pinned, which would slow Gloo down.
     """
     nproc, devices = LAYOUTS[layout]
-    environ = {"PJRT_NPROC": str(devices)} if devices > 1 else _ONE_THREAD
+    environ = ({"PJRT_NPROC": str(devices)} if devices > 1 else _ONE_THREAD) | dict(environ or {})
     command = [HERE / script, *(str(argument) for argument in arguments)]
     result = launch(
         command, nproc=nproc, devices_per_proc=devices, environ=environ, timeout_s=limit_s

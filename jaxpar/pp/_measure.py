@@ -75,8 +75,10 @@ def measure(stages: Sequence[Stage], arrays: Sequence[StageArrays], *, repeats: 
         if s > 0:
             earlier = stages[s - 1]
             after = jax.device_put(before, [earlier.sharding(t) for t in earlier.code.gradients_after])
-    per_stage = {name: tuple(values[::-1]) for name, values in found.items()}
-    return Costs(F=tuple(forwards), latency=max(hops), **per_stage)
+    B, I, W, activation, kept_for_W = (tuple(values[::-1]) for values in found.values())
+    return Costs(
+        F=tuple(forwards), B=B, I=I, W=W, latency=max(hops), activation=activation, kept_for_W=kept_for_W
+    )
 
 
 def _timed(run: Callable[[], Any], repeats: int) -> tuple[float, Any]:

@@ -192,6 +192,10 @@ class TrainStep:
         """
         return self._engine.lower(batch)
 
+    def block_until_ready(self) -> None:
+        """Waits until parameters and optimizer state of the last step are there; to measure time, mostly."""
+        jax.block_until_ready((self._model.values(), self._optimizer.values()))
+
     def measure(self, batch: PyTree, *, repeats: int = 5) -> Costs:
         """Times the stages of a pipelined model, each program alone: costs for `simulate` and `auto_schedule`.
 
