@@ -3,26 +3,13 @@
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-
-import jax
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-@pytest.fixture
-def compile_quickly() -> Iterator[None]:
-    """The front page shows values and collectives; neither depends on the effort spent on machine code."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.mark.usefixtures("compile_quickly")
 def test_python_of_the_readme_runs(capsys) -> None:
     names: dict[str, object] = {"__name__": "__main__"}
     printed = []

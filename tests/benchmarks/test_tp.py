@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,15 +28,6 @@ def load(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
     return module
 
 
-@pytest.fixture
-def values_only() -> Iterator[None]:
-    """Compiling without optimizations takes half the time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.mark.usefixtures("values_only")
 def test_both_steps_train_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """With sequence parallelism; the worker itself compares the losses of all that it has timed."""
     worker: Any = load(monkeypatch, "_tp_jax")

@@ -180,11 +180,8 @@ LAYOUTS = (
 
 @pytest.fixture(autouse=True, scope="module")
 def float64():
-    """Values and collectives are compared; the effort spent on machine code, half of the time here, changes neither."""
-    jax.config.update("jax_disable_most_optimizations", True)
     with jax.enable_x64(True):
         yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,11 @@ RANKS, HEADS, KV_HEADS, LENGTH, FEATURES = 4, 8, 2, 16384, 128
 ROWS = P(None, None, "cp", None)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compile_quickly() -> None:
+    """The GPU's program is compiled with all optimizations: what overlaps with what is their result."""
+
+
 def test_every_byte_travels_under_a_matmul() -> None:
     mesh = init_device_mesh((RANKS,), ("cp",), devices=topology("h100", num_devices=RANKS)).jax_mesh
 

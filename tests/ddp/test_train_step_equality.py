@@ -4,7 +4,7 @@ The reference knows nothing of jaxpar: `jax.value_and_grad` and optax on one dev
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +22,6 @@ from jaxpar.debug import assert_collectives, count_compilations
 from jaxpar.mesh import init_device_mesh
 
 EACH = {"bucket_bytes": 1, "first_bucket_bytes": 1}  # one bucket per parameter
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compile_quickly() -> Iterator[None]:
-    """Values and collectives do not depend on the optimizations of XLA:CPU's machine code, which take half of the time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def _mesh(num_ranks: int) -> Any:

@@ -145,14 +145,6 @@ def bf16_on_one_device(num_microbatches: int) -> Any:
     return train(mesh_of(1), accumulate=num_microbatches, mp_policy=BF16)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compile_quickly():
-    """Values do not depend on XLA's optimizations, which take most of the time here."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.mark.parametrize("size", [1, 2, 8])
 def test_equals_one_device_on_any_number(size: int) -> None:
     check(train(mesh_of(size)), one_device(), rtol=1e-5, atol=1e-5)

@@ -27,6 +27,14 @@ class Ended:
 Start = Callable[..., list[Ended]]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compile_quickly() -> Iterator[None]:
+    """As in the tests' own process, for processes that inherit the environment: each compiles every program."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        yield
+
+
 @pytest.fixture
 def free_port() -> int:
     """A port below the ephemeral range's traffic, free a moment ago."""

@@ -18,9 +18,8 @@ Found = dict[tuple[str, int, str], dict[str, np.ndarray]]
 def train(folder: Path, *, nproc: int, devices: int) -> Found:
     """What rank 0 found for each case, after checking that all ranks found the same losses."""
     np.savez(folder / "batch.npz", **models.make_batch())
-    environ = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # halves the time: every process compiles every program
     command = [WORKERS / "train_step.py", folder]
-    result = launch(command, nproc=nproc, devices_per_proc=devices, environ=environ, timeout_s=300).check()
+    result = launch(command, nproc=nproc, devices_per_proc=devices, timeout_s=300).check()
     said = [
         [line for line in output.splitlines() if line.startswith(tuple(models.MODELS))]
         for output in result.output
