@@ -50,6 +50,7 @@ def main() -> None:
         text = read_text(args)
         config = model_config(args)
         check_heads(config, mesh.size("tp"))
+        check_stages(config, mesh.size("pp"))
     except (ValueError, FileNotFoundError) as error:  # a flag is wrong: its message says all
         sys.exit(f"train_lm.py: {error}")
     train(args, config, text, mesh)
@@ -200,6 +201,19 @@ def check_heads(config: TransformerConfig, tp: int) -> None:
         raise ValueError(
             f"--mesh has tp={tp}, and the model {config.kv_heads} key/value heads: a head is never cut. Write a tp that divides "
             f"{config.kv_heads}, or take a larger --preset."
+        )
+
+
+def check_stages(config: TransformerConfig, pp: int) -> None:
+    """Are there blocks for every stage, and devices of one process?"""
+    if config.depth < pp:
+        raise ValueError(
+            f"--mesh has pp={pp}, and the model {config.depth} blocks. Write --depth {pp} or more."
+        )
+    if pp > 1 and jax.process_count() > 1:
+        raise ValueError(
+            f"--mesh has pp={pp}, whose devices belong to one process so far, and there are {jax.process_count()}. Write "
+            f"JAX_NUM_CPU_DEVICES={jax.device_count()} python examples/train_lm.py ... for that many CPU devices in one."
         )
 
 
