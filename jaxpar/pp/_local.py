@@ -101,8 +101,7 @@ class _Run:
         )
         self.stash[s, m] = kept, received
         if s + 1 < len(self.stages):
-            after = self.stages[s + 1]
-            self.activations[s + 1, m] = _moved(sent, [after.sharding(t) for t in stage.code.sent])
+            self.activations[s + 1, m] = jax.device_put(sent, self.stages[s + 1].received_shardings)
         return a.sums or sent
 
     def _backward(self, s: int, m: int) -> Any:
@@ -129,10 +128,7 @@ class _Run:
 
     def _hand_back(self, s: int, m: int, before: Leaves) -> None:
         if s > 0:
-            earlier = self.stages[s - 1]
-            self.gradients[s - 1, m] = _moved(
-                before, [earlier.sharding(t) for t in earlier.code.gradients_after]
-            )
+            self.gradients[s - 1, m] = jax.device_put(before, self.stages[s - 1].after_shardings)
 
     def _throttle(self, result: Any) -> None:
         leaves = jax.tree.leaves(result)
@@ -142,7 +138,3 @@ class _Run:
                 oldest = self.in_flight.popleft()
                 if not oldest.is_deleted():
                     oldest.block_until_ready()
-
-
-def _moved(values: Leaves, shardings: Sequence[Any]) -> Leaves:
-    return [jax.device_put(x, sharding) for x, sharding in zip(values, shardings, strict=True)]

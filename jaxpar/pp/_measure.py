@@ -43,7 +43,7 @@ def measure(stages: Sequence[Stage], arrays: Sequence[StageArrays], *, repeats: 
         kept_of.append(kept)
         received_of.append(received)
         if s + 1 < len(stages):
-            shardings = [stages[s + 1].sharding(t) for t in stage.code.sent]
+            shardings = stages[s + 1].received_shardings
             seconds, received = _timed(lambda sent=sent, to=shardings: jax.device_put(sent, to), repeats)
             hops.append(seconds)
     after: Leaves = []
@@ -73,8 +73,7 @@ def measure(stages: Sequence[Stage], arrays: Sequence[StageArrays], *, repeats: 
         found["kept_for_W"].append(_num_bytes([*used, *carry]))
         s = len(stages) - len(found["B"])
         if s > 0:
-            earlier = stages[s - 1]
-            after = jax.device_put(before, [earlier.sharding(t) for t in earlier.code.gradients_after])
+            after = jax.device_put(before, stages[s - 1].after_shardings)
     B, I, W, activation, kept_for_W = (tuple(values[::-1]) for values in found.values())
     return Costs(
         F=tuple(forwards), B=B, I=I, W=W, latency=max(hops), activation=activation, kept_for_W=kept_for_W

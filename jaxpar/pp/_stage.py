@@ -90,6 +90,16 @@ class Stage:
         return NamedSharding(self.mesh, spec(type_, self.mesh.axis_names))
 
     @functools.cached_property
+    def received_shardings(self) -> list[NamedSharding]:
+        """Where it wants what it receives."""
+        return [self.sharding(t) for t in self.code.received]
+
+    @functools.cached_property
+    def after_shardings(self) -> list[NamedSharding]:
+        """Where it wants the gradients of what it sent."""
+        return [self.sharding(t) for t in self.code.gradients_after]
+
+    @functools.cached_property
     def start(self) -> Callable[..., Any]:
         """`(params, changed variables) -> (sums, gradients, changed variables)`, between programs."""
 
