@@ -20,6 +20,7 @@ import pytest
 from flax import nnx
 
 import jaxpar
+from jaxpar._errors import ParallelizeError
 from jaxpar.ddp import DistributedDataParallel
 from jaxpar.fsdp import fully_shard
 from jaxpar.mesh import init_device_mesh
@@ -31,6 +32,8 @@ from tiny import Transformer, loss_fn, plan
 
 NUM_STEPS = 3
 RTOL = 1e-12
+BETWEEN_UNITS: dict[str, Any] = {"blocks.0": "beginning"}
+WITHIN_BLOCK: dict[str, Any] = {"blocks.0.attention": "end"}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -68,22 +71,21 @@ class Layout:
     schedule: str = "1F1B"
 
     @property
-    def split(self) -> dict[str, str]:
+    def split(self) -> dict[str, Any]:
         has_units = fsdp in self.wraps or hsdp in self.wraps
-        return {"blocks.0": "beginning"} if has_units else {"blocks.0.attention": "end"}
+        return BETWEEN_UNITS if has_units else WITHIN_BLOCK
 
     def __str__(self) -> str:
         return "-".join((*(wrap.__name__ for wrap in self.wraps), self.schedule))
 
 
 LAYOUTS = [
-    Layout({"pp": 2, "dp": 2}, (), "ZBH1"),  # replicated without a wrapper
-    Layout({"dp": 2, "pp": 2}, (ddp,)),  # the order of the axes does not matter
+    Layout({"dp": 2, "pp": 2}, (ddp,), "ZBH1"),  # the order of the axes does not matter
     Layout({"pp": 2, "dp": 4}, (fsdp,), "ZBH1"),
     Layout({"replica": 2, "pp": 2, "dp": 2}, (hsdp,)),
-    Layout({"pp": 2, "dp": 1, "tp": 2}, (tp,), "ZBH1"),
-    Layout({"pp": 2, "dp": 2, "tp": 2}, (fsdp, tp)),
-    Layout({"pp": 2, "dp": 2, "tp": 2}, (sp, fsdp), "GPipe"),
+    Layout({"pp": 2, "dp": 1, "tp": 2}, (tp,)),
+    Layout({"pp": 2, "dp": 2, "tp": 2}, (fsdp, tp), "GPipe"),
+    Layout({"pp": 2, "dp": 2, "tp": 2}, (sp, fsdp)),
 ]
 
 
@@ -131,3 +133,14 @@ def test_a_pipeline_of_any_layout_equals_one_device(layout: Layout) -> None:
         np.testing.assert_allclose(values, expected_metrics[name], rtol=RTOL, err_msg=name)
     for ours, theirs in zip(params, expected_params, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=RTOL, atol=RTOL)
+
+
+def test_a_unit_of_fully_shard_is_not_cut() -> None:
+    mesh = init_device_mesh((2, 2), ("pp", "dp"), devices=jax.devices()[:4])
+    model = Transformer()
+    fsdp(model, mesh)
+    pipeline(model, mesh["pp"], split_spec=WITHIN_BLOCK, n_microbatches=2)
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    step = jaxpar.TrainStep(loss_fn, model, optimizer, mesh=mesh, batch_axes="dp")
+    with pytest.raises(ParallelizeError, match="stage 1 was never reached.* or a unit of fully_shard"):
+        step({"tokens": np.ones((4, 9), np.int32), "weights": np.ones((4, 8))})

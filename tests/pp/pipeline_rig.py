@@ -100,7 +100,8 @@ class Rig:
         **options: Any,
     ) -> None:
         model.train()
-        self.batch, self.model = batch, model
+        self.batch = batch
+        self.model: Any = model
         self.optimizer = nnx.Optimizer(model, tx or optax.adamw(1e-2), wrt=nnx.Param)
         self.start = [np.array(x) for x in self._numbers()]
         options = {"clip_norm": 0.1, "batch_axes": ()} | options
@@ -111,7 +112,7 @@ class Rig:
         for variable, value in zip(self._variables(), self.start, strict=True):
             variable.set_value(jax.device_put(value, variable.get_value().sharding))
         if schedule is not None:
-            engine = self.step._engine
+            engine: Any = self.step._engine
             assert schedule.rank_of_stage == engine._plan.schedule.rank_of_stage
             assert schedule.n_microbatches == engine._plan.schedule.n_microbatches
             engine._plan = dataclasses.replace(engine._plan, schedule=schedule)
@@ -135,7 +136,7 @@ def pipelined(
     """A rig with one device for each rank of a schedule."""
     devices = jax.devices()[: schedule.n_ranks]
     mesh = jaxpar.init_device_mesh((schedule.n_ranks,), ("pp",), devices=devices)
-    spec = None if splits is None else dict.fromkeys(splits, "beginning")
+    spec: Any = None if splits is None else dict.fromkeys(splits, "beginning")
     pipeline(model, mesh["pp"], split_spec=spec, schedule=schedule, remat=remat)
     return Rig(model, mesh, batch, **options)
 

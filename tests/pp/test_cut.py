@@ -440,8 +440,8 @@ def test_the_heaviest_stage_is_as_light_as_can_be(widths: tuple[int, ...]) -> No
     def heaviest(starts: Sequence[int]) -> int:
         return max(sum(part) for part in np.split(np.array(widths), starts))
 
-    all_starts = itertools.combinations(range(1, len(widths)), 2)
-    assert tuple(starts) in itertools.combinations(range(1, len(widths)), 2)  # ascending, no stage empty
+    all_starts = list(itertools.combinations(range(1, len(widths)), 2))
+    assert tuple(starts) in all_starts  # ascending, no stage empty
     assert heaviest(starts) == min(map(heaviest, all_starts))
 
 
@@ -473,13 +473,14 @@ def test_fewer_layers_than_stages_is_refused_with_both_numbers() -> None:
 
 
 def test_split_points_that_do_not_exist_name_the_nearest() -> None:
+    wrong: Any = {"layers.1": "middle"}
     model = Stack([Scale(1.0), Scale(1.0)])
     with pytest.raises(ParallelizeError, match=r"'layer.1', but Stack has no.*'layers.1'"):
         check_splits(model, {"layer.1": "beginning"})
     with pytest.raises(ParallelizeError, match=r"no module of that name. It has \['layers"):
         check_splits(model, {"": "beginning"})
     with pytest.raises(ParallelizeError, match=r"split_spec\['layers.1'\] is 'middle'; write"):
-        check_splits(model, {"layers.1": "middle"})
+        check_splits(model, wrong)
 
 
 # `pipeline`
@@ -489,15 +490,16 @@ def test_pipeline_returns_the_same_object_and_changes_nothing_outside_a_step() -
     mesh = init_device_mesh((2,), ("pp",), devices=jax.devices()[:2])
     model = Stack([Scale(2.0), Scale(3.0)])
     assert pipeline(model, mesh["pp"], n_microbatches=4) is model
-    assert plan_of(model).splits == (("layers.1", "beginning"),)
+    plan = plan_of(model)
+    assert plan is not None and plan.splits == (("layers.1", "beginning"),)
     np.testing.assert_array_equal(model(x), 6 * x)
 
 
 @pytest.mark.parametrize(("schedule", "n_stages"), [("1F1B", 2), ("Interleaved1F1B", 4), ("ZBV", 4)])
 def test_by_default_there_are_as_many_stages_as_the_schedule_is_about(schedule: str, n_stages: int) -> None:
     mesh = init_device_mesh((2,), ("pp",), devices=jax.devices()[:2])
-    model = pipeline(Stack([Scale(1.0)] * 5), mesh["pp"], schedule=schedule, n_microbatches=4)
-    assert plan_of(model).schedule.n_stages == n_stages == len(plan_of(model).splits) + 1
+    plan = plan_of(pipeline(Stack([Scale(1.0)] * 5), mesh["pp"], schedule=schedule, n_microbatches=4))
+    assert plan is not None and plan.schedule.n_stages == n_stages == len(plan.splits) + 1
 
 
 @pytest.mark.parametrize(

@@ -134,20 +134,23 @@ def plain() -> Outcome:
 def _clipped_adamw() -> optax.GradientTransformation:
     """`clip_norm=0.1` as TrainStep and PyTorch clip: by max_norm / (norm + 1e-6)."""
 
-    def clip(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        factor = jnp.minimum(1.0, 0.1 / (optax.tree.norm(grads) + 1e-6))
-        return jax.tree.map(lambda g: g * factor, grads), state
+    def clip(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        factor = jnp.minimum(1.0, 0.1 / (optax.tree.norm(updates) + 1e-6))
+        return jax.tree.map(lambda g: g * factor, updates), state
 
     return optax.chain(optax.GradientTransformation(lambda params: (), clip), optax.adamw(1e-2))
 
 
-@pytest.mark.parametrize("n_microbatches", [1, 2, 3, 4, 5, 12])
-def test_four_ranks_with_fewer_as_many_and_more_microbatches(n_microbatches: int) -> None:
+def test_three_times_as_many_microbatches_as_ranks() -> None:
+    for name in ("1F1B", "ZBH2"):
+        rig((0, 1), 6).run(schedules(2, 6, 1)[name]).assert_equals(accumulated(), RTOL)
+
+
+@pytest.mark.parametrize("n_microbatches", [1, 2, 3, 4, 5])
+def test_four_ranks_with_fewer_as_many_and_one_more_microbatch(n_microbatches: int) -> None:
     """torchtitan#775: fewer microbatches than stages hang, or are forbidden where they would work."""
     found = schedules(4, n_microbatches, 1)
     assert {"GPipe", "1F1B"} <= found.keys()
-    if n_microbatches == 12:
-        found = {name: found[name] for name in ("1F1B", "ZBH2")}
     four = pipelined(Model(4, dropout=0.0), found["1F1B"], batch_of(60))
     for schedule in found.values():
         four.run(schedule, num_steps=2).assert_equals(plain(), RTOL)
@@ -155,8 +158,8 @@ def test_four_ranks_with_fewer_as_many_and_more_microbatches(n_microbatches: int
 
 def test_float32() -> None:
     batch = batch_of(ROWS, np.float32)
-    expected = on_one_device(Model(2, dtype=jnp.float32), batch, accumulate=4).run()
-    two = pipelined(Model(2, dtype=jnp.float32), get_schedule("1F1B", 2, 4), batch)
+    expected = on_one_device(Model(2, dropout=0.0, dtype=jnp.float32), batch, accumulate=4).run()
+    two = pipelined(Model(2, dropout=0.0, dtype=jnp.float32), get_schedule("1F1B", 2, 4), batch)
     for name in ("1F1B", "ZBH1"):
         two.run(get_schedule(name, 2, 4)).assert_equals(expected, 1e-5)
 
@@ -230,7 +233,8 @@ class Chain(nnx.Module):
 def test_a_batch_that_does_not_divide_is_refused_and_a_padded_one_exact() -> None:
     """pytorch#126600: unequal microbatches give a mean of means, 4.8333."""
     samples = {"x": np.arange(1.0, 9.0)}
-    model = Chain(Times(1.0), Times(1.0, is_trained=False))
+    first = Times(1.0)
+    model = Chain(first, Times(1.0, is_trained=False))
     two = pipelined(
         model, get_schedule("1F1B", 2, 3), samples, tx=optax.sgd(1.0), clip_norm=None,
         loss=lambda m, b: jaxpar.Mean((m(b["x"]) * b["mask"]).sum(), b["mask"].sum()),
@@ -242,7 +246,7 @@ def test_a_batch_that_does_not_divide_is_refused_and_a_padded_one_exact() -> Non
     padded, mask = jaxpar.data.pad_batch(samples, 9)
     metrics = two.step(padded | {"mask": mask.astype(np.float64)})
     assert float(metrics["loss"]) == 4.5
-    assert float(model.layers[0].factor.get_value()) == 1.0 - 4.5
+    assert float(first.factor.get_value()) == 1.0 - 4.5
 
 
 @pytest.mark.parametrize(
@@ -322,7 +326,8 @@ def test_batches_of_another_shape_are_compiled_once_each() -> None:
     )
     for rows in (4, 8, 4):
         assert float(two.step({"x": np.arange(float(rows))})["loss"]) == 6.0 * (rows - 1) / 2
-    assert len(two.step._engine._compiled) == 2
+    engine: Any = two.step._engine
+    assert len(engine._compiled) == 2
 
 
 # What is alive
@@ -336,7 +341,8 @@ def test_no_more_activations_are_alive_than_the_schedule_says(
     schedule = schedules(2, 4, 1)[name]
     two = rig((0, 1), 4)
     two.run(num_steps=1)
-    codes = next(iter(two.step._engine._compiled.values())).stages
+    engine: Any = two.step._engine
+    codes = next(iter(engine._compiled.values())).stages
     per_activation = [sum(t.shape[-1] == HIDDEN and t.ndim == 3 for t in stage.code.kept) for stage in codes]
     assert min(per_activation) > 0
     peaks, do = [0.0, 0.0], _local._Run.do
