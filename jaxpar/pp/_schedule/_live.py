@@ -20,9 +20,13 @@ def live_counts(row: Sequence[Action | None], *, until: Op = Op.W) -> Iterator[i
     held = 0
     for action in row:
         parts = () if action is None else action.parts
-        held += sum(part.op == Op.F for part in parts)
+        for part in parts:
+            if part.op == Op.F:
+                held += 1
         yield held
-        held -= sum(part.op in (Op.B, until) for part in parts)
+        for part in parts:
+            if part.op == Op.B or part.op == until:
+                held -= 1
 
 
 def peak_live(row: Sequence[Action | None], *, until: Op = Op.W) -> int:

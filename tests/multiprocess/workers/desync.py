@@ -1,4 +1,4 @@
-"""argv: what rank 1 does otherwise, one after the other: `options`, `program`, `shapes`, `mesh`.
+"""argv: what rank 1 does otherwise, one after the other: `nothing`, `options`, `program`, `shapes`, `mesh`.
 
 Prints each DesyncError under a line `CASE <name>`, with its time.
 """
