@@ -11,7 +11,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 @pytest.fixture(autouse=True, scope="module")
 def compile_quickly() -> Iterator[None]:
-    """LLVM's effort on machine code takes half of the suite's time and changes neither values nor HLO nor memory plans.
+    """LLVM's effort takes half of a step's compilation; HLO and memory plans are the same, values too but for rounding.
 
     A module whose programs are for another compiler defines a fixture of this name that does nothing.
     """

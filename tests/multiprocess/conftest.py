@@ -51,7 +51,7 @@ def start() -> Iterator[Start]:
         worker: str,
         arguments: Sequence[Sequence[object]],
         *,
-        deadline_s: float = 30.0,
+        deadline_s: float = 60.0,
         environment: Mapping[str, str] | None = None,
     ) -> list[Ended]:
         begin = time.monotonic()
