@@ -94,6 +94,8 @@ def pipeline(
         raise ParallelizeError(
             "pipeline: give split_spec or n_stages, not both: one says where, the other how many."
         )
+    if n_stages is not None and n_stages < 1:
+        raise ParallelizeError(f"pipeline: n_stages={n_stages} must be at least 1.")
     if split_spec is not None:
         splits = check_splits(model, split_spec)
     else:

@@ -4,6 +4,9 @@ global batch   row 0 .. row B-1            each row has its own key: fold_in(key
 device r       rows r*B/n .. (r+1)*B/n-1   draws exactly the masks that one device would have drawn for them
 rank t of tp   positions of its part       cuts them out of the row's mask (`SequenceParallel` says along which dim)
 microbatch i   rows i*b .. (i+1)*b-1 of a device's rows, with the key that the whole batch would have been given
+
+A mask of one row is drawn once for all (dropout of positions, [1, T, D]). Where a device has one row, it is that row's: say
+`nnx.Dropout(..., broadcast_dims=(0,))` for one that is meant for all.
 """
 
 from dataclasses import dataclass
@@ -30,11 +33,13 @@ class Positions:
         rows: axes over which its rows are.
         sequences: axes over which its sequences are, as `jaxpar.cp.split_sequence` does.
         num_microbatches: in how many parts each device takes its rows.
+        num_rows: of each part.
     """
 
     rows: tuple[str, ...]
     sequences: tuple[str, ...] = ()
     num_microbatches: int = 1
+    num_rows: int = 0
 
 
 def use_global_positions(
@@ -75,7 +80,10 @@ def _dropout_by_row(
     for dim, axis in splits:
         whole[dim] *= jax.lax.axis_size(axis)
     positions: Positions = getattr(self, SETTINGS)
-    mask = _mask_by_row(key, keep, whole, positions, getattr(self, MICROBATCH, None))
+    microbatch = getattr(self, MICROBATCH, None)
+    # Dim 0 of size 1 is broadcast over the batch, unless there is one row.
+    has_rows = shape[0] > 1 or (0 not in self.broadcast_dims and positions.num_rows == 1)
+    mask = _mask_by_row(key, keep, whole, positions, microbatch, has_rows=has_rows)
     for dim, axis in splits:
         mask = _own_part(mask, dim, axis, is_sequence=axis in positions.sequences)
     return jnp.where(jnp.broadcast_to(mask, inputs.shape), inputs / keep, jnp.zeros_like(inputs))
@@ -111,11 +119,11 @@ def _own_part(mask: jax.Array, dim: int, axis: str, *, is_sequence: bool) -> jax
 
 
 def _mask_by_row(
-    key: jax.Array, keep: float, shape: list[int], positions: Positions, microbatch: Any
+    key: jax.Array, keep: float, shape: list[int], positions: Positions, microbatch: Any, *, has_rows: bool
 ) -> jax.Array:
     """bool[B/n, ...]: one draw per row. A mask that is broadcast over the batch is one draw, equal everywhere."""
     first = 0
-    if shape[0] > 1:
+    if has_rows:
         part = 0 if microbatch is None else microbatch.get_value()
         rank = jax.lax.axis_index(positions.rows) if positions.rows else 0
         first = (rank * positions.num_microbatches + part) * shape[0]

@@ -9,7 +9,7 @@ plain sum, and a parameter that is used outside the wrapped call is right too.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -91,7 +91,8 @@ class LocalStep:
         microbatch: jax.Array | None = None,
     ) -> tuple[Mean, dict[str, PyTree], Leaves]:
         model = self.merge(params, rest)
-        use_global_positions(model, self.positions, microbatch)
+        rows = next((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), 0)
+        use_global_positions(model, replace(self.positions, num_rows=rows), microbatch)
         with new_order(root=model, is_cut=self.is_cut):
             loss, metrics = split_output(self.loss_fn(model, batch))
         return Mean(vary(loss.total, self.axes), loss.count), metrics, self.split(model)

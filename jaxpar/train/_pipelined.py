@@ -26,6 +26,7 @@ from jaxpar.pp._code import StageCode
 from jaxpar.pp._local import StageArrays, run_schedule
 from jaxpar.pp._measure import measure
 from jaxpar.pp._place import Copies, spec_on_stage, stage_mesh
+from jaxpar.pp._schedule._action import Op
 from jaxpar.pp._split_points import mark_splits
 from jaxpar.pp._stage import Stage
 from jaxpar.train._checks import check_pipelined
@@ -138,6 +139,7 @@ class PipelinedStep:
         stages = tuple(
             Stage(code, traced.kinds, mesh) for code, mesh in zip(traced.codes, self._meshes, strict=True)
         )
+        self._check_turns(stages)
         if self._owners is None:
             self._place(traced.codes)
         last = stages[-1]
@@ -154,6 +156,18 @@ class PipelinedStep:
             ends=tuple(map(self._end_of, stages)),
             sums=tuple((s, position, last.sharding(type_)) for s, position, type_ in wanted),
         )
+
+    def _check_turns(self, stages: Sequence[Stage]) -> None:
+        """A variable that the forward changes (a running mean) goes from microbatch to microbatch, in their order."""
+        cells = self._plan.schedule.cells
+        for s, stage in enumerate(stages):
+            steps = [cells[s, Op.F, m][1] for m in range(self._plan.schedule.n_microbatches)]
+            if steps != sorted(steps) and set(stage.changed) - set(self._local.counts):
+                raise ParallelizeError(
+                    f"TrainStep: stage {s} changes variables of the model in its forward (running statistics, random counts), and "
+                    f"the schedule runs its microbatches out of order, at steps {steps}: the variables would follow the schedule. "
+                    f"Give a schedule whose forwards of a stage go from microbatch 0 on, as the named ones do."
+                )
 
     def _end_of(self, stage: Stage) -> Callable[..., Any]:
         params = stage.code.params

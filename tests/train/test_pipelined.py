@@ -16,7 +16,7 @@ from jaxpar._errors import BatchError, ParallelizeError
 from jaxpar.ddp import DistributedDataParallel, PowerSGD
 from jaxpar.fsdp import CPUOffloadPolicy, fully_shard, shard_optimizer_state
 from jaxpar.mesh import DeviceMesh, init_device_mesh
-from jaxpar.pp import gathered, pipeline
+from jaxpar.pp import Schedule, gathered, pipeline
 
 BATCH = {"x": np.ones((8, 4), np.float32), "y": np.zeros((8, 4), np.float32)}
 
@@ -199,3 +199,18 @@ def test_activations_are_all_that_travels_and_no_weights(is_sharded: bool) -> No
     assert [str(x.dtype) + str(list(x.shape)) for x in stages[0].code.sent] == ["float32[2, 3, 8]"]
     shared = set(stages[0].code.params) & set(stages[1].code.params)
     assert [step._model.chosen_names[i] for i in shared] == ["embed.embedding"]
+
+
+def test_running_statistics_follow_the_microbatches_or_are_refused() -> None:
+    mesh = make_mesh()
+    model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, rngs=nnx.Rngs(1)))
+    model.train()
+    out_of_order = Schedule([["0F1", "0F0", "0B0", "0B1"], ["1F1", "1F0", "1B0", "1B1"]])
+    pipeline(model, mesh["pp"], n_stages=2, schedule=out_of_order)
+    with pytest.raises(ParallelizeError, match=r"stage 1 changes variables .* at steps \[1, 0\]"):
+        make_step(model, mesh)(BATCH)
+
+
+def test_stages_are_at_least_one() -> None:
+    with pytest.raises(ParallelizeError, match="n_stages=0 must be at least 1"):
+        pipeline(make_model(), make_mesh()["pp"], n_stages=0, n_microbatches=2)
