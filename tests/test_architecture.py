@@ -15,7 +15,18 @@ ROOT = Path(__file__).parents[1]
 MAX_LINES = 500
 
 # What each part may import of jaxpar; a part is a top-level module or sub-package. Siblings never meet.
-FOUNDATION = {"_errors", "_compat", "_pytree", "_module", "_mean", "_after", "_flat", "_spec", "_record", "_residuals"}
+FOUNDATION = {
+    "_errors",
+    "_compat",
+    "_pytree",
+    "_module",
+    "_mean",
+    "_after",
+    "_flat",
+    "_spec",
+    "_record",
+    "_residuals",
+}
 MAY_IMPORT = {
     "_errors": set(),
     "_compat": {"_errors"},

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.fsdp._regather import regathering
 from jaxpar._residuals import split_backward
+from jaxpar.fsdp._regather import regathering
 
 W = jnp.asarray(np.random.default_rng(0).normal(size=(6, 4)), jnp.float32)
 B = jnp.arange(4.0)

@@ -8,7 +8,7 @@ import pytest
 from jaxpar._errors import ScheduleError
 from jaxpar.pp import Costs, Schedule, auto_schedule, get_schedule, schedule_names, simulate
 
-NUM_DRAWS = 120
+NUM_DRAWS = 200
 
 
 def draw(seed: int) -> tuple[int, int, int, Costs, float | None]:
@@ -52,7 +52,7 @@ def test_never_slower_than_any_named_schedule_that_fits(part: int) -> None:
         fitting = [timeline.makespan for timeline in timelines if max(timeline.peak) <= most * (1 + 1e-9)]
         assert ours.makespan <= min(fitting, default=math.inf) * (1 + 1e-12)
         num_faster += ours.makespan < min(fitting, default=math.inf) * (1 - 1e-9)
-    assert num_faster >= 6  # it is a search, not a lookup
+    assert num_faster >= 10  # it is a search, not a lookup
 
 
 def test_the_zero_bubble_schedules_are_found_from_costs() -> None:

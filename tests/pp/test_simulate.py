@@ -78,10 +78,10 @@ STAGES = {"GPipe": (1,), "1F1B": (1,), "ZBVZeroBubble": (2,), "DualPipeV": (2,)}
 
 
 @pytest.mark.parametrize("name", CLOSED_FORMS)
-@pytest.mark.parametrize("p", (2, 3, 4, 7, 8, 16))
+@pytest.mark.parametrize("p", range(2, 17))
 def test_idle_time_is_the_closed_form(name: str, p: int) -> None:
     tried = 0
-    for v, m in itertools.product(STAGES.get(name, (1, 2, 3, 4)), (p // 2, p, 2 * p, 4 * p)):
+    for v, m in itertools.product(STAGES.get(name, (1, 2, 3, 4)), sorted({p // 2, p, 4 * p})):
         try:
             schedule = get_schedule(name, p, m, stages_per_rank=v)
         except ScheduleError as error:
