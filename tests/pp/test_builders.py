@@ -114,7 +114,7 @@ def test_aliases_and_letter_case(alias: str, name: str) -> None:
 def test_columns_are_ticks_and_no_tick_is_wasted(name: str) -> None:
     """Inputs stand in earlier columns, and every action in the first column that allows it."""
     schedule = get_schedule(name, 3, 6)
-    for rank, row in enumerate(schedule.rows):
+    for row in schedule.rows:
         for step, action in enumerate(row):
             parts = () if action is None else action.parts
             inputs = [cell[1] for part in parts if (cell := schedule.cells.awaited(part)) is not None]
