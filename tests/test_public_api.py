@@ -39,9 +39,9 @@ PUBLIC = {
         head_tail_order join_sequence padded_length ring_attention sequence_positions split_sequence
     """,
     "jaxpar.pp": """
-        Action Costs Event Message Op Schedule Timeline add_communication add_reduce_grad
-        add_unshard auto_schedule chrome_trace draw get_schedule merge_backward render
-        schedule_names simulate with_bubbles without_bubbles
+        Action Costs Event Message Op PipelinePlan Schedule Timeline add_communication
+        add_reduce_grad add_unshard auto_schedule chrome_trace draw gathered get_schedule
+        merge_backward pipeline plan_of render schedule_names simulate with_bubbles without_bubbles
     """,
     "jaxpar.data": """
         DistributedSampler global_batch join pad_batch
