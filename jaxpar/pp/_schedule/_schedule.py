@@ -18,7 +18,7 @@ from jaxpar._errors import ScheduleError
 from jaxpar.pp._schedule._action import Action, Op
 from jaxpar.pp._schedule._cells import Cells
 from jaxpar.pp._schedule._csv import read_rows, write_rows
-from jaxpar.pp._schedule._grid import Rows, grid
+from jaxpar.pp._schedule._grid import grid
 from jaxpar.pp._schedule._laws import check_laws
 from jaxpar.pp._schedule._live import peak_live
 from jaxpar.pp._schedule._scan import find_cells, find_owners
@@ -179,13 +179,6 @@ class Schedule:
 
     def __str__(self) -> str:
         return grid(self.rows)
-
-
-def same_actions(one: Rows, other: Rows) -> bool:
-    """Whether two grids have the same actions in the same order, whatever their bubbles."""
-    return [[a for a in row if a is not None] for row in one] == [
-        [a for a in row if a is not None] for row in other
-    ]
 
 
 def _as_action(cell: Cell) -> Action | None:
