@@ -6,7 +6,10 @@
     process 1 feeds rows e f g h        device 2: e f   device 3: g h   } one jax.Array of 8 rows, sharded over dp
 """
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -44,18 +47,49 @@ def global_batch(batch: PyTree, mesh: MeshLike, batch_axes: str | tuple[str, ...
         >>> batch["x"].shape, batch["x"].addressable_shards[1].data
         ((16,), Array([2, 3], dtype=int32))
     """
-    axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
-    num_positions = axis_size(mesh, axes)
-    sharding = NamedSharding(as_jax_mesh(mesh), P(axes) if len(axes) > 1 else P(*axes))
-    rows = num_rows(batch, caller="global_batch")
+    sharding = _sharding(mesh, batch_axes)
+    num_rows(batch, caller="global_batch")  # its leaves agree
     if all(_lies_as(leaf, sharding) for leaf in jax.tree.leaves(batch)):
         return batch
     _check_local(batch)
-    here = _positions_here(sharding, num_positions)
+    total = _total_rows(batch, mesh, batch_axes)
+    return jax.tree.map(lambda leaf: _join_slices(leaf, sharding, total), batch)
+
+
+def global_shapes(batch: PyTree, mesh: MeshLike, batch_axes: str | tuple[str, ...]) -> PyTree:
+    """Shapes and dtypes of what `global_batch` makes; no array is made.
+
+    Raises:
+        BatchError: as there.
+    """
+
+    def shape(leaf: Any, rows: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, *jnp.shape(leaf)[1:]), jnp.result_type(leaf))
+
+    sharding = _sharding(mesh, batch_axes)
+    num_rows(batch, caller="global_batch")  # its leaves agree
+    if all(_lies_as(leaf, sharding) for leaf in jax.tree.leaves(batch)):
+        return jax.tree.map(lambda leaf: shape(leaf, leaf.shape[0]), batch)
+    _check_local(batch)
+    total = _total_rows(batch, mesh, batch_axes)
+    return jax.tree.map(lambda leaf: shape(leaf, total), batch)
+
+
+def _sharding(mesh: MeshLike, batch_axes: str | tuple[str, ...]) -> NamedSharding:
+    axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
+    axis_size(mesh, axes)  # all of them are there
+    return NamedSharding(as_jax_mesh(mesh), P(axes) if len(axes) > 1 else P(*axes))
+
+
+def _total_rows(batch: PyTree, mesh: MeshLike, batch_axes: str | tuple[str, ...]) -> int:
+    """Rows of all processes, from those of this one."""
+    axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
+    num_positions = axis_size(mesh, axes)
+    rows = num_rows(batch, caller="global_batch")
+    here = _positions_here(_sharding(mesh, axes), num_positions)
     if rows % here:
         raise BatchError(_does_not_divide(rows, here, axes, num_positions, as_jax_mesh(mesh)))
-    total = rows // here * num_positions
-    return jax.tree.map(lambda leaf: _join_slices(leaf, sharding, total), batch)
+    return rows // here * num_positions
 
 
 def _join_slices(leaf: "jax.typing.ArrayLike", sharding: NamedSharding, total: int) -> jax.Array:

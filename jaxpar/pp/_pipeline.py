@@ -17,6 +17,7 @@ from jaxpar.pp._schedule._action import COMPUTE
 from jaxpar.pp._schedule._get_schedule import find_builder, get_schedule
 from jaxpar.pp._schedule._schedule import Schedule
 from jaxpar.pp._split_points import SplitPoint, Splits, balanced_splits, check_splits
+from jaxpar.pp._transport._choose import TransportName, check_transport
 
 PLAN = "_jaxpar_pipeline"
 
@@ -30,12 +31,14 @@ class PipelinePlan:
         splits: where stages begin.
         schedule: who does what, in which order.
         remat: whether a stage keeps only what it receives, and computes its forward again in the backward.
+        transport: how arrays get from stage to stage between processes.
     """
 
     axis: str
     splits: Splits
     schedule: Schedule
     remat: bool
+    transport: TransportName
 
 
 def pipeline(
@@ -47,6 +50,7 @@ def pipeline(
     schedule: str | Schedule = "1F1B",
     n_microbatches: int | None = None,
     remat: bool = False,
+    transport: TransportName = "auto",
 ) -> ModuleT:
     """Pipelines a model over a mesh axis: `TrainStep` cuts its loss into stages and runs them by the schedule.
 
@@ -66,6 +70,9 @@ def pipeline(
             reductions, the computations count.
         n_microbatches: in how many parts each step takes its batch; for a schedule given by name.
         remat: keep only what stages receive, and compute the forward again in the backward.
+        transport: between processes: "pull" posts what is sent at a server of each process, and the neighbour pulls it
+            (`jax.experimental.transfer`; asynchronous); "permute" runs one small collective program on the devices of both
+            ranks for each message. "auto" takes the first where the platform has it. Within a process the runtime copies.
 
     Returns:
         The same object.
@@ -84,6 +91,7 @@ def pipeline(
         >>> jaxpar.pp.plan_of(model).splits
         (('layers.2', 'beginning'),)
     """
+    check_transport(transport)
     names = axes_of(mesh)
     if len(names) != 1:
         raise ParallelizeError(
@@ -104,7 +112,7 @@ def pipeline(
         )
         splits = balanced_splits(model, wanted)
     plan = PipelinePlan(
-        names[0], splits, _schedule(schedule, n_ranks, len(splits) + 1, n_microbatches), remat
+        names[0], splits, _schedule(schedule, n_ranks, len(splits) + 1, n_microbatches), remat, transport
     )
     return swap_class(model, "Pipelined", _call, {PLAN: plan})
 

@@ -4,15 +4,18 @@ mesh (pp 2, dp 2)      f32[8@dp]      on all four devices, copies along pp
 stage 1                f32[8@dp]      on the two devices of rank 1
 """
 
+import functools
 from collections.abc import Hashable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.mesh._mesh import auto_mesh
+from jaxpar.pp._ranks import Ranks, wanted
 
 
 def stage_mesh(mesh: Mesh, axis: str, rank: int) -> Mesh:
@@ -32,6 +35,20 @@ def spec_on_stage(x: Any, axis: str) -> PartitionSpec:
     return PartitionSpec(*map(live, x.sharding.spec))
 
 
+def restricted(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """What an array of the whole mesh has on some of its devices, as an array of those; nothing moves.
+
+    Where they all belong to other processes, it is an array that nobody here can read: a name for what is elsewhere.
+    """
+    if x.is_fully_addressable and sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    if x.sharding == sharding:
+        return x
+    parts = {part.device: part.data for part in x.addressable_shards}
+    here = [parts[device] for device in sharding.mesh.devices.flat if device in parts]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, here, dtype=x.dtype)
+
+
 def onto_whole_mesh(module: nnx.Pytree, mesh: Mesh, axis: str) -> None:
     """Put back, in place, what an earlier step moved to the devices of stages."""
     for _, variable in nnx.iter_graph(module):
@@ -40,31 +57,74 @@ def onto_whole_mesh(module: nnx.Pytree, mesh: Mesh, axis: str) -> None:
 
 
 def on_whole_mesh(x: Any, mesh: Mesh, axis: str) -> Any:
-    """An array of one stage on all devices, copies along `axis`; anything else as it is."""
+    """An array of one stage on all devices, copies along `axis`; anything else as it is.
+
+    If stages lie on several processes, all of them must call it for the same arrays, in one order: it is a broadcast.
+    """
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh == mesh:
         return x
     stages = [stage_mesh(mesh, axis, rank) for rank in range(mesh.shape[axis])]
-    return jax.device_put(x, NamedSharding(mesh, sharding.spec)) if sharding.mesh in stages else x
+    if sharding.mesh not in stages:
+        return x
+    wanted = NamedSharding(mesh, sharding.spec)
+    if wanted.is_fully_addressable:
+        return jax.device_put(x, wanted)
+    return _broadcast(x, stages.index(sharding.mesh), wanted, axis)
+
+
+def _broadcast(x: jax.Array, root: int, wanted: NamedSharding, axis: str) -> jax.Array:
+    """From one rank of `axis` to all: each gives its part, zeros but for the root's, and takes the root's."""
+    is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    if is_key:
+        kind, x = jax.random.key_impl(x), jax.random.key_data(x)
+    parts = {part.device: part.data for part in x.addressable_shards}
+    local = wanted.shard_shape(x.shape)
+    size = wanted.mesh.shape[axis]
+    stacked = NamedSharding(wanted.mesh, PartitionSpec(axis, *wanted.spec))
+    mine = [
+        parts[device][None] if device in parts else jax.device_put(np.zeros((1, *local), x.dtype), device)
+        for device in stacked.addressable_devices
+    ]
+    whole = jax.make_array_from_single_device_arrays((size, *x.shape), stacked, mine, dtype=x.dtype)
+    result = _row(whole, root, wanted)
+    return jax.random.wrap_key_data(result, impl=kind) if is_key else result
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _row(x: jax.Array, row: int, sharding: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x[row], sharding)
 
 
 class Copies:
-    """Copies of arrays on the devices of other stages, made again only when the value is another one.
+    """Copies of arrays on the devices of other ranks, made again only when the value is another one.
 
     Args:
-        meshes: of each stage.
+        ranks: of the pipeline.
     """
 
-    def __init__(self, meshes: tuple[Mesh, ...]) -> None:
-        self._meshes = meshes
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         self._known: dict[tuple[int, Hashable], tuple[Any, Any]] = {}
 
-    def on(self, stage: int, name: Hashable, x: Any, spec: PartitionSpec) -> Any:
-        """`x` on the devices of a stage; itself, if it lies there."""
-        sharding = NamedSharding(self._meshes[stage], spec)
+    def on(self, rank: int, name: Hashable, x: Any, spec: PartitionSpec) -> Any:
+        """`x` on the devices of a rank; itself, if it lies there. All processes must ask, in one order.
+
+        In a process that has no device of that rank, it is `x`.
+        """
+        sharding = NamedSharding(self._ranks.meshes[rank], spec)
         if x.sharding == sharding:
             return x
-        known = self._known.get((stage, name))
+        known = self._known.get((rank, name))
         if known is None or known[0] is not x:
-            known = self._known[stage, name] = (x, jax.device_put(x, sharding))
-        return known[1]
+            source = self._ranks.meshes.index(x.sharding.mesh)
+            what = f"the value of {name} on rank {source}"
+            # A copy: the optimizer donates the value, perhaps before the other rank has fetched it.
+            values = [jnp.copy(x)] if source in self._ranks.here else None
+            arrival = self._ranks.move(values, source, rank, [wanted(x, sharding)], what)
+            self.keep(rank, name, x, x if arrival is None else arrival()[0])
+        return self._known[rank, name][1]
+
+    def keep(self, rank: int, name: Hashable, x: Any, copy: Any) -> None:
+        """Remember what is a copy of `x` on the devices of a rank."""
+        self._known[rank, name] = (x, copy)

@@ -10,6 +10,7 @@ Sums are updated in place (donated). What a program does not return, and nobody 
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpar import _compat
 from jaxpar._module import vary
 from jaxpar.pp._code import StageCode
-from jaxpar.pp._stacked import spec, stack, unstack
+from jaxpar.pp._stacked import axes, spec, stack, unstack
 
 Leaves = list[Any]
 
@@ -85,19 +86,28 @@ class Stage:
     def _first_batch(self) -> int:
         return len(self.kinds.params) + len(self.kinds.rest)
 
-    def sharding(self, type_: Any) -> NamedSharding:
-        """Where a value of this type lies between programs."""
-        return NamedSharding(self.mesh, spec(type_, self.mesh.axis_names))
+    def between(self, type_: Any) -> jax.ShapeDtypeStruct:
+        """Shape, dtype and sharding of a value of this type between programs."""
+        where = spec(type_, self.mesh.axis_names)
+        num = math.prod(self.mesh.shape[axis] for axis in axes(type_, self.mesh.axis_names))
+        return jax.ShapeDtypeStruct(
+            (num, *type_.shape), type_.dtype, sharding=NamedSharding(self.mesh, where)
+        )
 
     @functools.cached_property
-    def received_shardings(self) -> list[NamedSharding]:
-        """Where it wants what it receives."""
-        return [self.sharding(t) for t in self.code.received]
+    def received(self) -> list[jax.ShapeDtypeStruct]:
+        """What it wants to receive, between programs."""
+        return [self.between(t) for t in self.code.received]
+
+    @property
+    def sent(self) -> list[jax.ShapeDtypeStruct]:
+        """What it sends, between programs."""
+        return [self.between(t) for t in self.code.sent]
 
     @functools.cached_property
-    def after_shardings(self) -> list[NamedSharding]:
-        """Where it wants the gradients of what it sent."""
-        return [self.sharding(t) for t in self.code.gradients_after]
+    def after(self) -> list[jax.ShapeDtypeStruct]:
+        """The gradients of what it sent that it wants, between programs."""
+        return [self.between(t) for t in self.code.gradients_after]
 
     @functools.cached_property
     def start(self) -> Callable[..., Any]:

@@ -48,8 +48,7 @@ def check_plan(plan: PipelinePlan, mesh: jax.sharding.Mesh, axes: tuple[str, ...
     """Refuses a mesh that the plan of a pipelined model does not fit.
 
     Raises:
-        ParallelizeError: the mesh lacks the plan's axis, has another size of it, or splits the batch over it; or its
-            devices belong to several processes.
+        ParallelizeError: the mesh lacks the plan's axis, has another size of it, or splits the batch over it.
     """
     if plan.axis not in mesh.axis_names:
         raise ParallelizeError(
@@ -65,11 +64,6 @@ def check_plan(plan: PipelinePlan, mesh: jax.sharding.Mesh, axes: tuple[str, ...
         raise ParallelizeError(
             f"TrainStep: {plan.axis!r} is the pipeline's axis, and is named among the axes that split the batch ({axes}): every "
             f"stage sees the same rows. Write batch_axes={tuple(a for a in axes if a != plan.axis)}."
-        )
-    if len({device.process_index for device in mesh.devices.flat}) > 1:
-        raise ParallelizeError(
-            "TrainStep: a pipelined model runs on the devices of one process so far, and this mesh has devices of several. "
-            "Start one process for all devices of the host."
         )
 
 

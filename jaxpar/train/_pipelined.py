@@ -10,7 +10,7 @@ that several stages use (tied weights) belongs to the first of them: gradients a
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,18 +21,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpar._errors import ParallelizeError
 from jaxpar._pytree import PyTree
 from jaxpar.fsdp._order import restart_order
+from jaxpar.mesh import assert_same_everywhere, warm_up
 from jaxpar.pp import Costs, PipelinePlan
-from jaxpar.pp._code import StageCode
-from jaxpar.pp._local import StageArrays, run_schedule
 from jaxpar.pp._measure import measure
-from jaxpar.pp._place import Copies, spec_on_stage, stage_mesh
+from jaxpar.pp._place import Copies, restricted, spec_on_stage, stage_mesh
+from jaxpar.pp._ranks import Ranks, elsewhere, is_spread, wanted
 from jaxpar.pp._schedule._action import Op
 from jaxpar.pp._split_points import mark_splits
 from jaxpar.pp._stage import Stage
+from jaxpar.pp._transport._choose import transport_between
+from jaxpar.pp._walk import StageArrays, run_schedule
 from jaxpar.train._checks import check_pipelined
 from jaxpar.train._clip import Norm
 from jaxpar.train._parts import Parts, check_rows
+from jaxpar.train._stage_batch import StageBatch
 from jaxpar.train._stage_end import GradientsOfStage, MeansOfAll
+from jaxpar.train._stage_metrics import StageMetrics
 from jaxpar.train._stage_optimizer import StageOptimizer
 from jaxpar.train._stage_trace import LossTrace
 from jaxpar.train._variables import Variables
@@ -46,15 +50,15 @@ class Compiled:
 
     Args:
         stages: the programs of each stage.
-        means: `(sums of all stages) -> (metrics, 1 / count)`, on the last stage.
         ends: for each stage, gradients from their sums.
-        sums: where each sum is made (stage, position), and where it is wanted.
+        metrics: sums of all stages to metrics, on every rank.
+        borrowed: for each stage, the parameters and other variables that it uses and another rank owns.
     """
 
     stages: tuple[Stage, ...]
-    means: Callable[..., Any]
     ends: tuple[Callable[..., Any], ...]
-    sums: tuple[tuple[int, int, NamedSharding], ...]
+    metrics: StageMetrics
+    borrowed: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,18 +92,20 @@ class PipelinedStep:
         self._model = parts.model
         merge = functools.partial(_merge_marked, parts.model, plan)
         self._local = dataclasses.replace(parts.local, merge=merge, is_cut=True)
-        self._meshes = tuple(stage_mesh(parts.mesh, plan.axis, rank) for rank in plan.schedule.rank_of_stage)
+        meshes = tuple(stage_mesh(parts.mesh, plan.axis, rank) for rank in range(plan.schedule.n_ranks))
+        self._ranks = Ranks(meshes, plan.schedule.rank_of_stage, transport_between(meshes, plan.transport))
+        self._batch = StageBatch(parts.mesh, self._local.positions.rows)
         params, rest = self._model.values()
         self._trace = LossTrace(
             local=self._local,
-            mesh=self._meshes[0],
+            mesh=meshes[0],
             params=tuple(spec_on_stage(x, plan.axis) for x in params),
             rest=tuple(spec_on_stage(x, plan.axis) for x in rest),
-            n_stages=len(self._meshes),
+            n_stages=plan.schedule.n_stages,
             n_microbatches=plan.schedule.n_microbatches,
             remat=plan.remat,
         )
-        self._copies = Copies(self._meshes)
+        self._copies = Copies(self._ranks)
         self._compiled: dict[Any, Compiled] = {}
         self._owners: Owners | None = None
         self._optimizer: StageOptimizer | None = None
@@ -107,7 +113,10 @@ class PipelinedStep:
     def __call__(self, batch: PyTree) -> dict[str, PyTree]:
         """Runs one step."""
         leaves, treedef = jax.tree.flatten(batch)
-        return self._step(self._compiled_for(leaves, treedef), leaves)
+        compiled = self._compiled_for(leaves, treedef)
+        metrics = self._step(compiled, leaves)
+        self._ranks.transport.wait()
+        return metrics
 
     def lower(self, batch: PyTree) -> jax.stages.Lowered:
         """There is no one program to lower."""
@@ -120,42 +129,50 @@ class PipelinedStep:
         """Times the programs of each stage, alone; nothing is trained."""
         leaves, treedef = jax.tree.flatten(batch)
         compiled = self._compiled_for(leaves, treedef)
-        params, rest = self._model.values()
-        arrays = [self._arrays(s, stage, params, rest, leaves) for s, stage in enumerate(compiled.stages)]
-        return measure(compiled.stages, arrays, repeats=repeats)
+        return measure(compiled.stages, self._arrays(compiled, leaves), self._ranks, repeats=repeats)
 
     # Once per shape of the batch
 
     def _compiled_for(self, leaves: Leaves, treedef: Any) -> Compiled:
         shapes = (treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves))
         if shapes not in self._compiled:
-            self._compiled[shapes] = self._compile(leaves, treedef)
+            self._compiled[shapes] = self._compile(self._batch.shapes(leaves), treedef)
         return self._compiled[shapes]
 
-    def _compile(self, leaves: Leaves, treedef: Any) -> Compiled:
+    def _compile(self, batch: Sequence[jax.ShapeDtypeStruct], treedef: Any) -> Compiled:
+        self._meet(batch)
         num_parts = math.prod(self._parts.mesh.shape[axis] for axis in self._parts.batch_axes)
-        check_rows(leaves, num_parts, self._plan.schedule.n_microbatches, self._parts.batch_axes)
-        traced = self._trace(*self._model.values(), leaves, treedef)
+        check_rows(batch, num_parts, self._plan.schedule.n_microbatches, self._parts.batch_axes)
+        traced = self._trace(*self._model.values(), batch, treedef)
         stages = tuple(
-            Stage(code, traced.kinds, mesh) for code, mesh in zip(traced.codes, self._meshes, strict=True)
+            Stage(code, traced.kinds, self._ranks.mesh_of(s)) for s, code in enumerate(traced.codes)
         )
         self._check_turns(stages)
         if self._owners is None:
-            self._place(traced.codes)
-        last = stages[-1]
-        made = {
-            i: (s, position, type_)
-            for s, stage in enumerate(stages)
-            for position, (i, type_) in enumerate(zip(stage.sums, stage.sum_types, strict=True))
-        }
-        wanted = [made[i] for i in range(1, traced.kinds.num_sums)]  # the first is the total, once more
+            self._place(stages)
         means = MeansOfAll(traced.means, self._local, self._local.num_ranks * traced.kinds.n_microbatches)
         return Compiled(
             stages=stages,
-            means=means.compiled(last.mesh, [type_ for _, _, type_ in wanted]),
             ends=tuple(map(self._end_of, stages)),
-            sums=tuple((s, position, last.sharding(type_)) for s, position, type_ in wanted),
+            metrics=StageMetrics.of(stages, means, self._ranks),
+            borrowed=tuple(map(self._borrowed, range(len(stages)), stages)),
         )
+
+    def _meet(self, batch: Sequence[jax.ShapeDtypeStruct]) -> None:
+        """Before a new shape: do all processes mean the same program, and are all there?"""
+        if not is_spread(self._ranks.meshes):
+            return
+        mesh, schedule = self._parts.mesh, self._plan.schedule
+        facts = {
+            "mesh": f"{dict(mesh.shape)} over devices {[d.id for d in mesh.devices.flat]}",
+            "batch": str([f"{x.dtype}{list(x.shape)}" for x in batch]),
+            "options": self._parts.options,
+            "splits": str(self._plan.splits),
+            "schedule": str([[str(action) for action in row] for row in schedule.rows]),
+        }
+        assert_same_everywhere("a step of TrainStep for a new shape of the batch", facts)
+        for rank in sorted(self._ranks.here):
+            warm_up(self._ranks.meshes[rank])
 
     def _check_turns(self, stages: Sequence[Stage]) -> None:
         """A variable that the forward changes (a running mean) goes from microbatch to microbatch, in their order."""
@@ -176,82 +193,138 @@ class PipelinedStep:
         )
         return end.compiled(stage)
 
-    def _place(self, codes: Sequence[StageCode]) -> None:
+    def _place(self, stages: Sequence[Stage]) -> None:
         """Move every parameter, variable and piece of optimizer state to the devices of the stage that owns it."""
         params, rest = self._model.values()
-        num_params = len(params)
-        self._owners = Owners(
-            tuple(_first_user(codes, i, lambda code: code.params) for i in range(num_params)),
-            tuple(_first_user(codes, num_params + i, lambda code: code.others) for i in range(len(rest))),
+        self._owners = owners = Owners(
+            tuple(_first_user(stages, i, lambda stage: stage.code.params) for i in range(len(params))),
+            tuple(
+                _first_user(stages, i, lambda stage: (*stage.rest, *stage.changed)) for i in range(len(rest))
+            ),
         )
-        params = list(map(self._put, params, self._trace.params, self._owners.params))
-        rest = list(map(self._put, rest, self._trace.rest, self._owners.rest))
-        self._model.assign(params, rest)
-        clip = self._parts.clip
+        own_params = list(map(self._put, params, self._trace.params, owners.params))
+        own_rest = list(map(self._put, rest, self._trace.rest, owners.rest))
+        self._model.assign(own_params, own_rest)
+        borrowed_params: set[int] = set()
+        for s, stage in enumerate(stages):
+            of_params, of_rest = self._borrowed(s, stage)
+            borrowed_params |= set(of_params)
+            rank = self._ranks.of_stage[s]
+            for i in of_params:
+                self._copies.keep(rank, i, own_params[i], self._put(params[i], self._trace.params[i], s))
+            for i in of_rest:
+                self._copies.keep(rank, ("rest", i), own_rest[i], self._put(rest[i], self._trace.rest[i], s))
         self._optimizer = StageOptimizer(
             self._model,
             self._parts.optimizer,
-            self._owners.params,
-            self._meshes,
+            owners.params,
+            self._ranks,
             self._plan.axis,
-            clip=None if clip is None else (clip[0], Norm(clip[1])),
+            clip=None if self._parts.clip is None else (self._parts.clip[0], Norm(self._parts.clip[1])),
+            borrowed=frozenset(borrowed_params),
             donate=self._donate,
         )
 
     def _put(self, x: Any, spec: PartitionSpec, stage: int) -> Any:
-        return jax.device_put(x, NamedSharding(self._meshes[stage], spec))
+        return restricted(x, NamedSharding(self._ranks.mesh_of(stage), spec))
+
+    def _borrowed(self, s: int, stage: Stage) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Parameters and other variables that a stage uses, and a stage on another rank owns."""
+        assert self._owners is not None
+        of_stage, owners = self._ranks.of_stage, self._owners
+        return (
+            tuple(i for i in stage.code.params if of_stage[owners.params[i]] != of_stage[s]),
+            tuple(i for i in stage.rest if of_stage[owners.rest[i]] != of_stage[s]),
+        )
 
     # Every step
 
     def _step(self, compiled: Compiled, batch: Leaves) -> dict[str, PyTree]:
         assert self._optimizer is not None
-        params, rest = self._model.values()
-        arrays = [self._arrays(s, stage, params, rest, batch) for s, stage in enumerate(compiled.stages)]
+        arrays = self._arrays(compiled, batch)
         counts = [
             frozenset(place for place, i in enumerate(stage.changed) if i in self._local.counts)
             for stage in compiled.stages
         ]
-        run_schedule(self._plan.schedule, compiled.stages, arrays, counts)
-        sums = [jax.device_put(arrays[s].sums[position], sharding) for s, position, sharding in compiled.sums]
-        metrics, scale = compiled.means(sums)
-        grads, rest = self._gradients(compiled, arrays, scale, params, rest)
+        run_schedule(self._plan.schedule, compiled.stages, arrays, counts, self._ranks)
+        metrics, scale_on = compiled.metrics([None if a is None else a.sums for a in arrays])
+        params, rest = self._model.values()
+        grads, rest = self._gradients(compiled, arrays, scale_on, params, rest)
         self._model.assign(params, rest)
         return dict(metrics) | self._optimizer(grads)
 
-    def _arrays(self, s: int, stage: Stage, params: Leaves, rest: Leaves, batch: Leaves) -> StageArrays:
-        """What a stage begins with."""
-
-        def variables(which: Sequence[int]) -> Leaves:
-            return [self._copies.on(s, ("rest", i), rest[i], self._trace.rest[i]) for i in which]
-
-        mine = [self._copies.on(s, i, params[i], self._trace.params[i]) for i in stage.code.params]
-        sums, grads, changed = stage.start(mine, variables(stage.changed))
-        rows = NamedSharding(stage.mesh, stage.kinds.batch)
-        return StageArrays(
-            params=mine,
-            fixed=variables(stage.fixed),
-            changed=changed,
-            batch=[jax.device_put(batch[i], rows) for i in stage.arrays],
-            sums=sums,
-            grads=grads,
-        )
+    def _arrays(self, compiled: Compiled, batch: Leaves) -> list[StageArrays | None]:
+        """What the stages that are here begin with."""
+        params, rest = self._model.values()
+        arrays: list[StageArrays | None] = []
+        for s, stage in enumerate(compiled.stages):
+            rank, (of_params, of_rest) = self._ranks.of_stage[s], compiled.borrowed[s]
+            lent = {i: self._copies.on(rank, i, params[i], self._trace.params[i]) for i in of_params}
+            lent_rest = {i: self._copies.on(rank, ("rest", i), rest[i], self._trace.rest[i]) for i in of_rest}
+            if rank not in self._ranks.here:
+                arrays.append(None)
+                continue
+            mine = [lent.get(i, params[i]) for i in stage.code.params]
+            sums, grads, changed = stage.start(mine, [lent_rest.get(i, rest[i]) for i in stage.changed])
+            fixed = [lent_rest.get(i, rest[i]) for i in stage.fixed]
+            rows = [self._batch.on(stage.mesh, batch[i]) for i in stage.arrays]
+            arrays.append(StageArrays(mine, fixed, changed, rows, sums, grads))
+        return arrays
 
     def _gradients(
-        self, compiled: Compiled, arrays: Sequence[StageArrays], scale: Any, params: Leaves, rest: Leaves
+        self,
+        compiled: Compiled,
+        arrays: Sequence[StageArrays | None],
+        scale_on: Mapping[int, Any],
+        params: Leaves,
+        rest: Leaves,
     ) -> tuple[Leaves, Leaves]:
-        """The gradient of every parameter and all other variables, on the stages that own them."""
-        assert self._owners is not None
+        """The gradient of every parameter and all other variables, on the stages that own them, if those are here."""
         grads: Leaves = [None] * len(params)
-        rest = list(rest)
-        for stage, a, end in zip(compiled.stages, arrays, compiled.ends, strict=True):
-            here = jax.device_put(scale, NamedSharding(stage.mesh, PartitionSpec()))
-            reduced, changed = end(a.params, a.grads, a.changed, here)
-            for i, x in zip(stage.changed, changed, strict=True):
-                rest[i] = self._put(x, self._trace.rest[i], self._owners.rest[i])
-            for i, g in zip(stage.code.params, reduced, strict=True):
-                g = self._put(g, self._trace.params[i], self._owners.params[i])
-                grads[i] = g if grads[i] is None else grads[i] + g
-        return [jnp.zeros_like(p) if g is None else g for g, p in zip(grads, params, strict=True)], rest
+        changes: dict[tuple[int, int], Any] = {}
+        for s, (stage, a, end) in enumerate(zip(compiled.stages, arrays, compiled.ends, strict=True)):
+            reduced: Leaves = [None] * len(params)
+            if a is not None:
+                scale = scale_on[self._ranks.of_stage[s]]
+                made, changed = end(a.params, a.grads, a.changed, scale)
+                changes.update({(s, i): x for i, x in zip(stage.changed, changed, strict=True)})
+                for i, g in zip(stage.code.params, made, strict=True):
+                    reduced[i] = g
+            self._give_back(s, compiled.borrowed[s][0], reduced, params)
+            grads = [_sum(old, new) for old, new in zip(grads, reduced, strict=True)]
+        assert self._owners is not None
+        owned = [owner in self._ranks.stages_here for owner in self._owners.params]
+        return [
+            jnp.zeros_like(p) if g is None and is_here else g
+            for g, p, is_here in zip(grads, params, owned, strict=True)
+        ], self._changed(compiled.stages, changes, rest)
+
+    def _changed(
+        self, stages: Sequence[Stage], changes: Mapping[tuple[int, int], Any], rest: Leaves
+    ) -> Leaves:
+        """Other variables after the step. Each stage that uses one has changed it for itself, all in the same way."""
+        assert self._owners is not None
+        after, of_stage = list(rest), self._ranks.of_stage
+        for i in {i for stage in stages for i in stage.changed}:
+            owner = self._owners.rest[i]
+            after[i] = changes[owner, i] if (owner, i) in changes else elsewhere(rest[i])
+        for s, stage in enumerate(stages):
+            for i in stage.changed:
+                if of_stage[s] != of_stage[self._owners.rest[i]]:
+                    self._copies.keep(of_stage[s], ("rest", i), after[i], changes.get((s, i), after[i]))
+        return after
+
+    def _give_back(self, s: int, borrowed: Sequence[int], reduced: Leaves, params: Leaves) -> None:
+        """Gradients of parameters that another rank owns are moved there."""
+        assert self._owners is not None
+        source = self._ranks.of_stage[s]
+        for i in borrowed:
+            owner = self._ranks.of_stage[self._owners.params[i]]
+            what = f"the gradient of {self._model.chosen_names[i]}, from stage {s} to the rank that owns it"
+            values = None if reduced[i] is None else [reduced[i]]
+            like = [wanted(params[i], NamedSharding(self._ranks.meshes[owner], self._trace.params[i]))]
+            arrival = self._ranks.move(values, source, owner, like, what)
+            reduced[i] = None if arrival is None else arrival()[0]
 
 
 def _merge_marked(model: Variables, plan: PipelinePlan, params: Sequence[Any], rest: Sequence[Any]) -> Any:
@@ -261,6 +334,10 @@ def _merge_marked(model: Variables, plan: PipelinePlan, params: Sequence[Any], r
     return merged
 
 
-def _first_user(codes: Sequence[StageCode], i: int, uses: Callable[[StageCode], tuple[int, ...]]) -> int:
-    """The first stage that uses an input of the whole program; the first of all if none does."""
-    return next((s for s, code in enumerate(codes) if i in uses(code)), 0)
+def _first_user(stages: Sequence[Stage], i: int, uses: Callable[[Stage], tuple[int, ...]]) -> int:
+    """The first stage that uses or changes a variable; the first of all if none does."""
+    return next((s for s, stage in enumerate(stages) if i in uses(stage)), 0)
+
+
+def _sum(old: Any, new: Any) -> Any:
+    return new if old is None else old if new is None else old + new

@@ -7,19 +7,21 @@ Numbers that all stages need (a step count) are state of the first stage; the ot
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpar.pp._place import Copies, spec_on_stage
+from jaxpar.pp._place import Copies, restricted, spec_on_stage
+from jaxpar.pp._ranks import Ranks, elsewhere, wanted
 from jaxpar.train._clip import Norm
 from jaxpar.train._stage_update import StageUpdate, cut_update, shape_of
 from jaxpar.train._variables import Variables
 
 Leaves = list[Any]
+Types = list[jax.ShapeDtypeStruct]
 
 
 class StageOptimizer:
@@ -29,9 +31,10 @@ class StageOptimizer:
         model: the model's variables, on the devices of their stages.
         optimizer: the optimizer's variables.
         owners: for each parameter the stage that owns it.
-        meshes: of each stage.
+        ranks: where stages lie.
         axis: the pipeline's axis.
         clip: largest norm to let through, and the norm; None: gradients are not clipped.
+        borrowed: parameters that another rank than their owner's uses too.
         donate: whether the buffers of parameters and state are used again.
 
     Raises:
@@ -43,51 +46,83 @@ class StageOptimizer:
         model: Variables,
         optimizer: Variables,
         owners: tuple[int, ...],
-        meshes: tuple[Mesh, ...],
+        ranks: Ranks,
         axis: str,
         *,
         clip: tuple[float, Norm] | None,
+        borrowed: frozenset[int],
         donate: bool,
     ) -> None:
-        self._model, self._optimizer, self._owners, self._meshes = model, optimizer, owners, meshes
-        self._clip, self._copies = clip, Copies(meshes)
+        self._model, self._optimizer, self._owners, self._ranks = model, optimizer, owners, ranks
+        self._clip, self._borrowed, self._copies = clip, borrowed, Copies(ranks)
         (params, rest), (chosen, other) = model.values(), optimizer.values()
         arguments = [shape_of(x) for x in (*params, *params, *rest, *chosen, *other)]
         owner = [*owners, *owners, *[None] * (len(rest) + len(chosen) + len(other))]
         state_names = [f"optimizer state {i}" for i in range(len(chosen) + len(other))]
         names = [*model.chosen_names, *state_names]
         update = functools.partial(_update, model, optimizer)
-        cuts, found = cut_update(update, arguments, owner, names, len(meshes))
+        cuts, found = cut_update(update, arguments, owner, names, len(ranks.of_stage))
         self._state_owners = found[len(params) :]
-        state = [
-            jax.device_put(x, NamedSharding(meshes[owner or 0], spec_on_stage(x, axis)))
-            for x, owner in zip((*chosen, *other), self._state_owners, strict=True)
-        ]
+        state = self._placed([*chosen, *other], axis)
         self._assign_state(state)
         self._programs = [self._program(s, cut, [*params, *state], donate) for s, cut in enumerate(cuts)]
 
     def __call__(self, grads: Leaves) -> dict[str, jax.Array]:
         """Updates parameters and state; returns the norm of the gradients, if they are clipped."""
         metrics: dict[str, jax.Array] = {}
-        factors: Sequence[Any] = [None] * len(self._meshes)
+        factors: Mapping[int, Any] = {}
         if self._clip is not None:
             metrics["grad_norm"], factors = self._norm(grads)
         (params, rest), state = self._model.values(), [*sum(self._optimizer.values(), [])]
         inputs = [*grads, *params, *rest, *state]
         new_params, new_state = list(params), list(state)
+        shared: dict[tuple[int, int], Any] = {}
         for s, (cut, program) in enumerate(self._programs):
-            taken = {i: self._taken(s, i, inputs) for i in cut.inputs}
+            rank = self._ranks.of_stage[s]
+            taken = {i: self._taken(rank, i, inputs) for i in cut.inputs}
+            if rank not in self._ranks.here:
+                for i in cut.outputs:  # a value that others have to fetch is a new one here too
+                    if i in self._borrowed:
+                        new_params[i] = elsewhere(params[i])
+                continue
             first, last = len(grads), 2 * len(grads)
             donated = {i: x for i, x in taken.items() if first <= i < last or self._is_state_of(s, i, inputs)}
-            outputs = program(donated, {i: x for i, x in taken.items() if i not in donated}, factors[s])
+            outputs = program(
+                donated, {i: x for i, x in taken.items() if i not in donated}, factors.get(rank)
+            )
             for i, x in zip(cut.outputs, outputs, strict=True):
                 if i < len(params):
                     new_params[i] = x
-                elif s == (self._state_owners[i - len(params)] or 0):
+                elif self._state_owners[i - len(params)] is None:
+                    shared[rank, i - len(params)] = x
+                else:
                     new_state[i - len(params)] = x
+        self._share(state, new_state, shared, first_state=len(inputs) - len(state))
         self._model.assign(new_params, rest)
         self._assign_state(new_state)
         return metrics
+
+    def _placed(self, state: Leaves, axis: str) -> Leaves:
+        """State on the devices of the stages that own it; what all need on those of all."""
+        ranks, placed = self._ranks, []
+        for i, (x, owner) in enumerate(zip(state, self._state_owners, strict=True)):
+            spec, home = spec_on_stage(x, axis), ranks.of_stage[owner or 0]
+            placed.append(restricted(x, NamedSharding(ranks.meshes[home], spec)))
+            for rank, mesh in enumerate(ranks.meshes) if owner is None else ():
+                copy = placed[-1] if rank == home else restricted(x, NamedSharding(mesh, spec))
+                self._copies.keep(rank, i, placed[-1], copy)
+        return placed
+
+    def _share(
+        self, old: Leaves, new: Leaves, made: Mapping[tuple[int, int], Any], *, first_state: int
+    ) -> None:
+        """Every rank made state that all need for itself; it stands for what the first stage's rank has."""
+        home = self._ranks.of_stage[0]
+        for i, owner in enumerate(self._state_owners):
+            if owner is None:
+                new[i] = made[home, i] if (home, i) in made else elsewhere(old[i])
+                for rank in range(len(self._ranks.meshes)):
+                    self._copies.keep(rank, i, new[i], made.get((rank, i), new[i]))
 
     def _assign_state(self, state: Leaves) -> None:
         num_chosen = len(self._optimizer.chosen)
@@ -98,32 +133,67 @@ class StageOptimizer:
         first_state = len(inputs) - len(self._state_owners)
         return i >= first_state and self._state_owners[i - first_state] == stage
 
-    def _taken(self, stage: int, i: int, inputs: Leaves) -> Any:
+    def _taken(self, rank: int, i: int, inputs: Leaves) -> Any:
         first_state = len(inputs) - len(self._state_owners)
         if i >= first_state and self._state_owners[i - first_state] is None:
-            return self._copies.on(stage, ("state", i), inputs[i], PartitionSpec())
+            return self._copies.on(rank, i - first_state, inputs[i], PartitionSpec())
         return inputs[i]
 
     def _program(self, stage: int, cut: StageUpdate, kept: Leaves, donate: bool) -> tuple[StageUpdate, Any]:
+        mesh = self._ranks.mesh_of(stage)
         shardings = [
-            x.sharding if x.sharding.mesh == self._meshes[stage] else NamedSharding(self._meshes[stage], PartitionSpec())
+            x.sharding if x.sharding.mesh == mesh else NamedSharding(mesh, PartitionSpec())
             for x in (kept[i] for i in cut.outputs)
-        ]  # fmt: skip
+        ]
         run = functools.partial(_apply, cut, len(self._owners))
         return cut, jax.jit(run, out_shardings=shardings, donate_argnums=(0,) if donate else ())
 
-    def _norm(self, grads: Leaves) -> tuple[jax.Array, list[jax.Array]]:
-        """The norm over the gradients of all stages, each counted once, and the factor on the devices of each stage."""
+    def _norm(self, grads: Leaves) -> tuple[jax.Array, dict[int, jax.Array]]:
+        """The norm over the gradients of all stages, each counted once, and by rank the factor, where that is here."""
+        ranks, (part_programs, root, total_types) = self._ranks, self._norm_programs
+        parts: Leaves = []
+        for rank, (mine, part, types) in part_programs.items():
+            values = [part([grads[i] for i in mine])] if rank in ranks.here else None
+            arrival = ranks.move(values, rank, ranks.last, types, "a part of the norm of the gradients")
+            parts += arrival() if arrival else []
+        made = root(parts) if ranks.last in ranks.here else None
+        found: dict[int, Leaves] = {}
+        for rank, types in enumerate(total_types):
+            arrival = ranks.move(made, ranks.last, rank, types, "the norm of the gradients")
+            if arrival:
+                found[rank] = arrival()
+        total = found[ranks.last if ranks.last in found else min(found)][0]
+        return total, {rank: factor for rank, (_, factor) in found.items()}
+
+    @functools.cached_property
+    def _norm_programs(self) -> tuple[dict[int, tuple[list[int], Any, Types]], Any, list[Types]]:
+        """For each rank that owns parameters: which, its part of the norm, the type at the last rank. There: the norm and the
+        factor. For each rank: their types."""
         assert self._clip is not None
         max_norm, norm = self._clip
-        home = NamedSharding(self._meshes[-1], PartitionSpec())
-        mine = [
-            [g for g, owner in zip(grads, self._owners, strict=True) if owner == s]
-            for s in range(len(self._meshes))
-        ]
-        parts = [jax.device_put(_part_of(norm, some), home) for some in mine if some]
-        total, factor = _root_of(norm, max_norm, parts)
-        return total, [jax.device_put(factor, NamedSharding(mesh, PartitionSpec())) for mesh in self._meshes]
+        params, ranks = self._model.values()[0], self._ranks
+        parts: dict[int, tuple[list[int], Any, Types]] = {}
+        for rank in range(len(ranks.meshes)):
+            mine = [i for i, owner in enumerate(self._owners) if ranks.of_stage[owner] == rank]
+            if mine:
+                part = jax.jit(functools.partial(_part_of, norm), out_shardings=self._replicated(rank))
+                type_ = jax.eval_shape(part, [shape_of(params[i]) for i in mine])
+                parts[rank] = mine, part, [wanted(type_, self._replicated(ranks.last))]
+        root = jax.jit(
+            functools.partial(_root_of, norm, max_norm), out_shardings=self._replicated(ranks.last)
+        )
+        totals = jax.eval_shape(root, [shape_of(type_) for *_, (type_,) in parts.values()])
+        return (
+            parts,
+            root,
+            [
+                [wanted(type_, self._replicated(rank)) for type_ in totals]
+                for rank in range(len(ranks.meshes))
+            ],
+        )
+
+    def _replicated(self, rank: int) -> NamedSharding:
+        return NamedSharding(self._ranks.meshes[rank], PartitionSpec())
 
 
 def _update(model: Variables, optimizer: Variables, *flat: Any) -> Leaves:
@@ -147,12 +217,10 @@ def _apply(
     return cut.program(*(inputs[i] for i in cut.inputs))
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _part_of(norm: Norm, grads: Leaves) -> jax.Array:
     return norm.join(map(norm.part, grads))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _root_of(norm: Norm, max_norm: float, parts: Leaves) -> tuple[jax.Array, jax.Array]:
+def _root_of(norm: Norm, max_norm: float, parts: Leaves) -> Leaves:
     total = norm.root(norm.join(parts))
-    return total, jnp.minimum(1.0, max_norm / (total + 1e-6))
+    return [total, jnp.minimum(1.0, max_norm / (total + 1e-6))]

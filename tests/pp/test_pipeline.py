@@ -21,7 +21,7 @@ from flax import nnx
 
 import jaxpar
 from jaxpar._errors import BatchError, ScheduleError
-from jaxpar.pp import Schedule, _local, get_schedule, schedule_names
+from jaxpar.pp import Schedule, _walk, get_schedule, schedule_names
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pipeline_rig import HIDDEN, Model, Outcome, Rig, batch_of, loss_fn, on_one_device, pipelined
@@ -345,7 +345,7 @@ def test_no_more_activations_are_alive_than_the_schedule_says(
     codes = next(iter(engine._compiled.values())).stages
     per_activation = [sum(t.shape[-1] == HIDDEN and t.ndim == 3 for t in stage.code.kept) for stage in codes]
     assert min(per_activation) > 0
-    peaks, do = [0.0, 0.0], _local._Run.do
+    peaks, do = [0.0, 0.0], _walk._Run.do
 
     def counted(run: Any, action: Any) -> None:
         do(run, action)
@@ -357,7 +357,7 @@ def test_no_more_activations_are_alive_than_the_schedule_says(
             )
             peaks[rank] = max(peaks[rank], alive / per_activation[rank])
 
-    monkeypatch.setattr(_local._Run, "do", counted)
+    monkeypatch.setattr(_walk._Run, "do", counted)
     two.run(schedule, num_steps=1)
     assert all(peak <= limit for peak, limit in zip(peaks, schedule.peak_live(), strict=True))
     if name in ("GPipe", "1F1B"):

@@ -1,0 +1,102 @@
+"""The ranks of a pipeline: which devices they have, which of them this process runs, how arrays get from one to another.
+
+mesh (pp 2, dp 2), two processes      rank 0    devices 0 1     process 0
+                                      rank 1    devices 2 3     process 1
+stages 0 1 2 3, rank_of_stage 0 1 1 0           stage 2 to stage 3 is a hop, stage 1 to stage 2 is none
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from jaxpar.pp._transport._protocol import Arrival, Hop, Leaves, Transport
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """Args:
+    meshes: the devices of each rank.
+    of_stage: which rank each stage lies on.
+    transport: moves arrays between ranks.
+    """
+
+    meshes: tuple[Mesh, ...]
+    of_stage: tuple[int, ...]
+    transport: Transport
+
+    @property
+    def last(self) -> int:
+        """The rank of the last stage."""
+        return self.of_stage[-1]
+
+    def mesh_of(self, stage: int) -> Mesh:
+        """The devices of a stage."""
+        return self.meshes[self.of_stage[stage]]
+
+    @functools.cached_property
+    def here(self) -> frozenset[int]:
+        """The ranks of which this process has devices."""
+        return frozenset(rank for rank, mesh in enumerate(self.meshes) if is_here(mesh))
+
+    @functools.cached_property
+    def stages_here(self) -> frozenset[int]:
+        """The stages that this process runs, alone or with others."""
+        return frozenset(stage for stage, rank in enumerate(self.of_stage) if rank in self.here)
+
+    def move(
+        self,
+        values: Leaves | None,
+        source: int,
+        target: int,
+        wanted: Sequence[jax.ShapeDtypeStruct],
+        what: str,
+    ) -> Arrival | None:
+        """Moves arrays from one rank to another; every process calls it, in the same order.
+
+        Args:
+            values: the arrays; None in a process that has no device of the source.
+            source: the rank that has them.
+            target: the rank that wants them.
+            wanted: shape, dtype and sharding of each at the target.
+            what: they are, for messages.
+
+        Returns:
+            A function that gives them; None in a process that has no device of the target.
+        """
+        if source == target:
+            return None if values is None else lambda: _laid_out(values, wanted)
+        if not {source, target} & self.here:
+            return None
+        arrival = self.transport.move(values, Hop(source, target, what), wanted) if wanted else list
+        return arrival if target in self.here else None
+
+
+def is_here(mesh: Mesh) -> bool:
+    """Whether this process has devices of a mesh."""
+    return any(device.process_index == jax.process_index() for device in mesh.devices.flat)
+
+
+def is_spread(meshes: Sequence[Mesh]) -> bool:
+    """Whether devices of other processes are among them."""
+    return len({device.process_index for mesh in meshes for device in mesh.devices.flat}) > 1
+
+
+def elsewhere(x: jax.Array) -> jax.Array:
+    """Another array like `x`, of which this process has no part: it stands for a new value on other processes."""
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, [], dtype=x.dtype)
+
+
+def wanted(x: jax.Array | jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an array, on other devices."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _laid_out(values: Leaves, wanted: Sequence[jax.ShapeDtypeStruct]) -> Leaves:
+    """On the same devices, described as wanted."""
+    return [
+        x if x.sharding == w.sharding else jax.device_put(x, w.sharding)
+        for x, w in zip(values, wanted, strict=True)
+    ]

@@ -1,0 +1,149 @@
+"""Between processes: for each message one program on the devices of both ranks, a ppermute from the first half to the second.
+
+    devices of the source | of the target       place 0 -> n, 1 -> n + 1, ...       f32[2 n, ...], a part on each device
+
+The runtime matches such programs by their order alone, so all processes run them in the order of the program. On CPU a program
+occupies its thread until the neighbour has come; there they have a thread of their own.
+"""
+
+import concurrent.futures
+import functools
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxpar._errors import ProcessGroupError
+from jaxpar.mesh._mesh import auto_mesh
+from jaxpar.pp._transport._arrivals import Arrivals, Expected
+from jaxpar.pp._transport._protocol import Arrival, Hop, Leaves
+from jaxpar.pp._transport._shards import joined, local_devices, parts_of
+
+_AXES = ("side", "place")
+
+
+class Permutes:
+    """Collective programs on pairs of ranks.
+
+    Args:
+        meshes: of each rank.
+        timeout_s: how long a wait may take.
+    """
+
+    def __init__(self, meshes: tuple[Mesh, ...], *, timeout_s: float) -> None:
+        self._meshes, self._timeout_s = meshes, timeout_s
+        self._arrivals = Arrivals(timeout_s)
+        is_cpu = meshes[0].devices.flat[0].platform == "cpu"
+        self._run: Callable[..., concurrent.futures.Future[Leaves]] = _Lane().run if is_cpu else _at_once
+
+    def move(self, values: Leaves | None, hop: Hop, wanted: Sequence[jax.ShapeDtypeStruct]) -> Arrival:
+        """Runs the program, or has it run; both sides do."""
+        sides = (self._meshes[hop.source], self._meshes[hop.target])
+        future = self._run(functools.partial(_permuted, sides, values, list(wanted)))
+        peers = {d.process_index for d in sides[0].devices.flat} - {jax.process_index()}
+
+        def arrival() -> Leaves:
+            try:
+                arrays = future.result(self._timeout_s)
+            except TimeoutError:
+                shapes = [f"{w.dtype}{list(w.shape)}" for w in wanted]
+                raise ProcessGroupError(
+                    f"pipeline: {hop.what}, did not come within {self._timeout_s:g} s: rank {hop.target} of the pipeline (process "
+                    f"{jax.process_index()}) expects {shapes} from rank {hop.source} (processes {sorted(peers)}). Look at the "
+                    f"output of those. If they are only slow, write init_process_group(timeout_s=...)."
+                ) from None
+            self._arrivals.expect(Expected(hop, tuple(sorted(peers)), arrays))
+            return arrays
+
+        return arrival
+
+    def wait(self, values: Leaves | None = None) -> None:
+        """Waits for arrays, or for all that was taken."""
+        self._arrivals.wait(values)
+
+
+def _permuted(
+    sides: tuple[Mesh, Mesh], values: Leaves | None, wanted: Sequence[jax.ShapeDtypeStruct]
+) -> Leaves:
+    """The values at the target; nothing in a process that has no device there."""
+    if sides[0].devices.flat[0].platform == "cpu":
+        jax.block_until_ready(
+            values
+        )  # else the program would wait in the runtime's pool, and keep others out of it
+    mesh = auto_mesh(np.stack([side.devices.reshape(-1) for side in sides]), _AXES)
+    whole = NamedSharding(mesh, PartitionSpec(_AXES))
+    parts = [parts_of(x) for x in values] if values is not None else [{} for _ in wanted]
+    given, targets = [], set(sides[1].devices.flat)
+    for like, of_leaf in zip(wanted, parts, strict=True):
+        shape = _part_shape(like)
+        blank = functools.partial(_zeros, shape, like.dtype)
+        mine = [
+            blank(device) if device in targets else of_leaf[device].reshape(shape)
+            for device in local_devices(mesh)
+        ]
+        like_whole = jax.ShapeDtypeStruct((shape[0] * mesh.size, *shape[1:]), like.dtype, sharding=whole)
+        given.append(joined(like_whole, mine))
+    moved = [parts_of(x) for x in _program(mesh)(given)]
+    here = local_devices(sides[1])
+    return [
+        joined(like, [of_leaf[device].reshape(_own_shape(like)) for device in here])
+        for like, of_leaf in zip(wanted, moved, strict=True)
+    ]
+
+
+@functools.lru_cache(maxsize=64)
+def _program(mesh: Mesh) -> Any:
+    def run(xs: Leaves) -> Leaves:
+        return [jax.lax.ppermute(x, "side", [(0, 1)]) for x in xs]
+
+    spec = PartitionSpec(_AXES)
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(spec,), out_specs=spec))
+
+
+@functools.lru_cache(maxsize=256)
+def _zeros(shape: tuple[int, ...], dtype: Any, device: jax.Device) -> jax.Array:
+    """What a target gives, which nobody reads; made once."""
+    return jax.device_put(np.zeros(shape, dtype), device)
+
+
+def _own_shape(like: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    assert like.sharding is not None
+    return like.sharding.shard_shape(like.shape)
+
+
+def _part_shape(like: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    """The shape of one device's part; with a dim, to be stacked along."""
+    return _own_shape(like) or (1,)
+
+
+class _Lane:
+    """A thread that runs one thing after the other, and does not keep the process from ending."""
+
+    def __init__(self) -> None:
+        self._work: Any = queue.SimpleQueue()
+        threading.Thread(target=self._loop, daemon=True, name="jaxpar-pipeline").start()
+
+    def run(self, fn: Callable[[], Leaves]) -> "concurrent.futures.Future[Leaves]":
+        """Appends; the result comes."""
+        future: concurrent.futures.Future[Leaves] = concurrent.futures.Future()
+        self._work.put((fn, future, jax.config.jax_enable_x64))
+        return future
+
+    def _loop(self) -> None:
+        while True:
+            fn, future, x64 = self._work.get()
+            try:
+                with jax.enable_x64(x64):
+                    future.set_result(fn())
+            except BaseException as error:
+                future.set_exception(error)
+
+
+def _at_once(fn: Callable[[], Leaves]) -> "concurrent.futures.Future[Leaves]":
+    future: concurrent.futures.Future[Leaves] = concurrent.futures.Future()
+    future.set_result(fn())
+    return future

@@ -1,0 +1,93 @@
+"""Sums of losses and metrics of all stages to metrics that every process has, and the factor of the gradients on every rank.
+
+sums of each rank  ->  last rank: metrics, 1 / count  ->  every rank         a few numbers, one move for each rank
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxpar.pp._ranks import Ranks, is_spread, wanted
+from jaxpar.pp._stage import Stage
+from jaxpar.train._stage_end import MeansOfAll
+
+Leaves = list[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class StageMetrics:
+    """Args:
+    ranks: of the pipeline.
+    means: `(sums) -> (metrics, 1 / count)`, on the last rank.
+    sources: for each rank, where its sums are: their number, stage, position there, and type at the last rank.
+    result: types of metrics and factor.
+    """
+
+    ranks: Ranks
+    means: Callable[..., Any]
+    sources: tuple[tuple[tuple[int, int, int, jax.ShapeDtypeStruct], ...], ...]
+    result: Any
+
+    @classmethod
+    def of(cls, stages: Sequence[Stage], means: MeansOfAll, ranks: Ranks) -> "StageMetrics":
+        """For the programs of all stages."""
+        last = stages[-1]
+        made = sorted(
+            (i, s, position, type_)
+            for s, stage in enumerate(stages)
+            for position, (i, type_) in enumerate(zip(stage.sums, stage.sum_types, strict=True))
+        )
+        kept = [(s, position, type_) for i, s, position, type_ in made if i > 0]  # 0 is the total, once more
+        between = [last.between(type_) for _, _, type_ in kept]
+        program = means.compiled(last.mesh, [type_ for _, _, type_ in kept])
+        sources = tuple(
+            tuple(
+                (k, s, position, like)
+                for k, ((s, position, _), like) in enumerate(zip(kept, between, strict=True))
+                if ranks.of_stage[s] == rank
+            )
+            for rank in range(len(ranks.meshes))
+        )
+        return cls(ranks, program, sources, jax.eval_shape(program, between))
+
+    def __call__(self, sums: Sequence[Leaves | None]) -> tuple[dict[str, Any], dict[int, jax.Array]]:
+        """Metrics, and the factor by rank for those that are here.
+
+        Args:
+            sums: of each stage that is here.
+        """
+        collected = self._collected(sums)
+        ranks, treedef = self.ranks, jax.tree.structure(self.result)
+        is_everywhere = not is_spread(ranks.meshes)
+        made = jax.tree.leaves(self.means(collected)) if ranks.last in ranks.here else None
+        metrics, factors = made, {}
+        for rank in range(len(ranks.meshes)):
+            # Only the factor, the last of all, where the process can read the metrics on the last rank.
+            some = slice(-1, None) if is_everywhere else slice(None)
+            replicated = NamedSharding(ranks.meshes[rank], PartitionSpec())
+            types = [wanted(x, replicated) for x in jax.tree.leaves(self.result)[some]]
+            values = None if made is None else made[some]
+            arrival = ranks.move(values, ranks.last, rank, types, "the metrics of the step")
+            if arrival is not None:
+                arrived = arrival()
+                factors[rank] = arrived[-1]
+                metrics = arrived if metrics is None else metrics
+        assert metrics is not None
+        return jax.tree.unflatten(treedef, metrics)[0], factors
+
+    def _collected(self, sums: Sequence[Leaves | None]) -> Leaves:
+        """All sums on the last rank."""
+        ranks = self.ranks
+        collected: Leaves = [None] * sum(map(len, self.sources))
+        for rank, source in enumerate(self.sources):
+            values: Leaves | None = None
+            if rank in ranks.here:
+                values = [of_stage[place] for _, s, place, _ in source if (of_stage := sums[s]) is not None]
+            types = [like for *_, like in source]
+            arrival = ranks.move(values, rank, ranks.last, types, "sums of losses and metrics")
+            for (k, *_), x in zip(source, arrival() if arrival else (), strict=arrival is not None):
+                collected[k] = x
+        return collected

@@ -1,0 +1,114 @@
+"""Pipelines over processes, and the same model on one device: tied embedding, mask, a skip over all blocks, dropout."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import jaxpar
+from jaxpar.fsdp import fully_shard
+from jaxpar.pp import gathered, get_schedule, pipeline
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "pp"))
+from pipeline_rig import Model, batch_of, loss_fn
+
+ROWS, NUM_MICROBATCHES, NUM_STEPS = 8, 4, 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout.
+
+    Args:
+        axes: sizes of the mesh's axes, in order.
+        schedule: its name; none: not pipelined, on one device.
+        transport: how activations travel.
+        stages_per_rank: how many.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    schedule: str | None = None
+    transport: Any = "auto"
+    stages_per_rank: int = 1
+
+    @property
+    def name(self) -> str:
+        mesh = "-".join(f"{axis}{size}" for axis, size in self.axes)
+        return f"{mesh}-{self.schedule}-{self.stages_per_rank}-{self.transport}"
+
+
+ONE_DEVICE = Case((("dp", 1),))
+
+
+def cases(world_size: int, num_devices: int) -> list[Case]:
+    """What so many processes train."""
+    return {
+        (1, 1): [ONE_DEVICE],
+        # one process for each rank, a device or two
+        (2, 2): [
+            Case((("pp", 2),), "1F1B", "pull"),
+            Case((("pp", 2),), "ZBVZeroBubble", "permute", 2),
+        ],
+        (2, 4): [
+            Case((("pp", 2), ("dp", 2)), "ZBH1", "pull"),
+            # a stage that spans both processes
+            Case((("dp", 2), ("pp", 2)), "Interleaved1F1B", "auto", 2),
+        ],
+        (4, 4): [
+            Case((("pp", 4),), "1F1B", "pull"),
+            Case((("pp", 2), ("dp", 2)), "1F1B", "permute"),
+        ],
+    }[world_size, num_devices]
+
+
+def train(case: Case) -> tuple[dict[str, list[float]], list[np.ndarray]]:
+    """Metrics by name, and all parameters, whole, after the steps."""
+    names, shape = zip(*case.axes, strict=True)
+    mesh = jaxpar.init_device_mesh(shape, names)
+    model = Model(3)
+    model.train()
+    sizes = dict(case.axes)
+    if "dp" in sizes and case.schedule is not None:
+        fully_shard(model, mesh["dp"], units=["embed", "blocks.*"])
+    if case.schedule is not None:
+        schedule = get_schedule(
+            case.schedule, sizes["pp"], NUM_MICROBATCHES, stages_per_rank=case.stages_per_rank
+        )
+        splits: Any = dict.fromkeys(SPLITS[schedule.n_stages], "beginning")
+        pipeline(model, mesh["pp"], split_spec=splits, schedule=schedule, transport=case.transport)
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+    step = jaxpar.TrainStep(
+        loss_fn,
+        model,
+        optimizer,
+        mesh=mesh,
+        batch_axes="dp" if "dp" in sizes else (),
+        accumulate=1 if case.schedule is not None else NUM_MICROBATCHES,
+        clip_norm=0.1,
+    )
+    metrics = [step(own_rows(mesh)) for _ in range(NUM_STEPS)]
+    with gathered(model, mesh):
+        params = [jaxpar.mesh.full_array(x) for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
+    return {name: [float(m[name]) for m in metrics] for name in metrics[0]}, params
+
+
+SPLITS = {2: ["blocks.1"], 4: ["blocks.0", "blocks.1", "blocks.2"]}
+
+
+def own_rows(mesh: Any) -> dict[str, np.ndarray]:
+    """The rows of this process's devices."""
+    whole = batch_of(ROWS)
+    num = mesh.shape[mesh.axis_names.index("dp")] if "dp" in mesh.axis_names else 1
+    places = sorted(
+        {
+            place[mesh.axis_names.index("dp")] if "dp" in mesh.axis_names else 0
+            for place, device in np.ndenumerate(jaxpar.mesh.as_jax_mesh(mesh).devices)
+            if device.process_index == jax.process_index()
+        }
+    )
+    return {name: np.concatenate([np.split(x, num)[place] for place in places]) for name, x in whole.items()}
