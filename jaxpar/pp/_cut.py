@@ -44,7 +44,12 @@ class Piece:
 
 
 def cut(
-    closed: Any, is_state: Sequence[bool], n_stages: int, updates: Sequence[tuple[int, int]] = ()
+    closed: Any,
+    is_state: Sequence[bool],
+    n_stages: int,
+    updates: Sequence[tuple[int, int]] = (),
+    *,
+    may_idle: bool = False,
 ) -> tuple[Piece, ...]:
     """The stages of a traced program whose entries are marked 1 to n_stages - 1.
 
@@ -53,12 +58,13 @@ def cut(
         is_state: for each input whether it is a parameter or another variable of the model; else it is of the batch.
         n_stages: how many stages.
         updates: for each variable that the next microbatch is given changed: its input, and the output that it becomes.
+        may_idle: let stages pass that have nothing to do.
 
     Raises:
         ParallelizeError: a mark is missing, comes twice or out of order, a stage has nothing to do, or one stage changes a
             variable that another one reads.
     """
-    return _Cutter(closed, tuple(is_state), n_stages, dict(updates)).pieces()
+    return _Cutter(closed, tuple(is_state), n_stages, dict(updates)).pieces(may_idle=may_idle)
 
 
 class _Cutter:
@@ -151,7 +157,9 @@ class _Cutter:
         self.jaxpr = _compat.sub_program(self.jaxpr, self.jaxpr.invars, outputs, equations)
         self.stage_of = stage_of
 
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self, *, may_idle: bool) -> tuple[Piece, ...]:
+        if not may_idle:
+            self._check_work()
         home = {
             variable: stage
             for number, stage in self.stage_of.items()
@@ -173,6 +181,16 @@ class _Cutter:
             )
             for stage in range(self.n_stages)
         )
+
+    def _check_work(self) -> None:
+        idle = set(range(self.n_stages)) - set(self.stage_of.values())
+        if idle:
+            stage = min(idle)
+            raise ParallelizeError(
+                f"pipeline: stage {stage} of {self.n_stages} has nothing to do: no computation lies between its beginning "
+                f"and that of stage {stage + 1}. (What comes of the batch alone, or of parameters alone, is made again by "
+                f"every stage that uses it.) Remove the split point."
+            )
 
     def _last_uses(self) -> dict[Any, int]:
         """The last stage that uses each variable, also through what it makes for itself."""
@@ -243,12 +261,6 @@ class _Cutter:
 
     def _piece(self, stage: int, received: list[Any], sent: list[Any], results: list[int]) -> Piece:
         equations = [e for n, e in enumerate(self.jaxpr.eqns) if self.stage_of[n] in (stage, None)]
-        if stage not in self.stage_of.values():
-            raise ParallelizeError(
-                f"pipeline: stage {stage} of {self.n_stages} has nothing to do: no computation lies between its beginning "
-                f"and that of stage {stage + 1}. (What comes of the batch alone, or of parameters alone, is made again by "
-                f"every stage that uses it.) Remove the split point."
-            )
         outputs = [*sent, *(self.jaxpr.outvars[i] for i in results)]
         program = _compat.sub_program(self.jaxpr, [*self.jaxpr.invars, *received], outputs, equations)
         program, used = _compat.without_unused(program, [True] * len(outputs))

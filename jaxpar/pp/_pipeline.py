@@ -13,10 +13,11 @@ from flax import nnx
 from jaxpar._errors import ParallelizeError
 from jaxpar._module import ModuleT, swap_class
 from jaxpar.mesh import MeshLike, as_jax_mesh, axes_of
+from jaxpar.pp._balance import Balance, Sample, balanced_splits
 from jaxpar.pp._schedule._action import COMPUTE
 from jaxpar.pp._schedule._get_schedule import find_builder, get_schedule
 from jaxpar.pp._schedule._schedule import Schedule
-from jaxpar.pp._split_points import SplitPoint, Splits, balanced_splits, check_splits
+from jaxpar.pp._split_points import SplitPoint, Splits, check_splits
 from jaxpar.pp._transport._choose import TransportName, check_transport
 
 PLAN = "_jaxpar_pipeline"
@@ -47,6 +48,8 @@ def pipeline(
     *,
     split_spec: Mapping[str, SplitPoint] | None = None,
     n_stages: int | None = None,
+    balance: Balance = "params",
+    sample: Sample | None = None,
     schedule: str | Schedule = "1F1B",
     n_microbatches: int | None = None,
     remat: bool = False,
@@ -65,7 +68,12 @@ def pipeline(
         mesh: one mesh axis, as `mesh["pp"]`; its size is the number of ranks.
         split_spec: module names and "beginning" or "end": where stages begin, in the order in which they run.
         n_stages: instead, how many stages: cut between the modules of the model's longest list, so that the heaviest
-            stage has as few parameters as possible. Default: one for each rank.
+            stage is as light as possible. Default: one for each rank.
+        balance: what stages weigh: "params", the parameters of these modules; "flops", what the sample computes, an
+            embedding before and a head behind the modules included; "time", seconds that this takes here, forward and
+            backward.
+        sample: for "flops" and "time": `(loss_fn, batch)`, the loss function of the `TrainStep` and a batch; the rows of
+            one device and microbatch are best. For "flops", shapes and dtypes are enough.
         schedule: a name for `get_schedule`, or a `Schedule` for these stages; of one that spells out messages, gathers or
             reductions, the computations count.
         n_microbatches: in how many parts each step takes its batch; for a schedule given by name.
@@ -78,8 +86,8 @@ def pipeline(
         The same object.
 
     Raises:
-        ParallelizeError: a split point that does not exist, too many stages, a mesh of several axes, or a schedule for
-            another number of ranks or stages.
+        ParallelizeError: a split point that does not exist, too many stages, a balance without a sample, a mesh of several
+            axes, or a schedule for another number of ranks or stages.
         ScheduleError: the named schedule is not defined for these numbers.
 
     Example:
@@ -102,6 +110,11 @@ def pipeline(
         raise ParallelizeError(
             "pipeline: give split_spec or n_stages, not both: one says where, the other how many."
         )
+    if split_spec is not None and balance != "params":
+        raise ParallelizeError(
+            f"pipeline: split_spec says where to cut, so balance={balance!r} has nothing to choose. Write n_stages={len(split_spec) + 1} "
+            f"in place of split_spec, or leave balance out."
+        )
     if n_stages is not None and n_stages < 1:
         raise ParallelizeError(f"pipeline: n_stages={n_stages} must be at least 1.")
     if split_spec is not None:
@@ -110,7 +123,7 @@ def pipeline(
         wanted = n_stages or (
             schedule.n_stages if isinstance(schedule, Schedule) else _usual_stages(schedule, n_ranks)
         )
-        splits = balanced_splits(model, wanted)
+        splits = balanced_splits(model, wanted, balance=balance, sample=sample)
     plan = PipelinePlan(
         names[0], splits, _schedule(schedule, n_ranks, len(splits) + 1, n_microbatches), remat, transport
     )

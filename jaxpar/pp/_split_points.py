@@ -46,36 +46,6 @@ def check_splits(model: nnx.Module, split_spec: Mapping[str, SplitPoint]) -> Spl
     return tuple(split_spec.items())
 
 
-def balanced_splits(model: nnx.Module, n_stages: int) -> Splits:
-    """Split points that give stages about equal numbers of parameters: between the modules of the longest list.
-
-    Raises:
-        ParallelizeError: the model has no list of modules, or fewer modules in it than stages.
-    """
-    if n_stages == 1:
-        return ()
-    lists = [
-        (path, _layers(module)) for path, module in nnx.iter_modules(model) if isinstance(module, nnx.List)
-    ]
-    path, layers = max(lists, key=lambda found: len(found[1]), default=((), {}))
-    if len(layers) < n_stages:
-        raise ParallelizeError(
-            f"pipeline: n_stages={n_stages}, but the longest list of modules in {type(model).__name__} "
-            f"{f'is {_name(path)} with {len(layers)} modules' if layers else 'is missing'}. Write "
-            f"n_stages={max(len(layers), 1)} or fewer, or say where to cut: split_spec={{'<module>': 'beginning'}}."
-        )
-    places = list(layers)
-    starts = _balance([_num_parameters(layer) or 1 for layer in layers.values()], n_stages)
-    return tuple((f"{_name(path)}.{places[start]}", "beginning") for start in starts)
-
-
-def _layers(modules: nnx.List) -> dict[int, nnx.Module]:
-    """The modules of a list by position; functions among them (`jax.nn.relu`) stay with the module before them."""
-    return {
-        i: module for i, module in enumerate(modules) if isinstance(module, nnx.Module) and callable(module)
-    }
-
-
 def mark_splits(model: nnx.Module, splits: Splits, at_entry: Callable[[], None]) -> None:
     """Mark the stage entries in a model that lives only in a trace, in place: what enters a stage is marked by its number.
 
@@ -107,30 +77,6 @@ def _marking(index: int, point: SplitPoint, at_entry: Callable[[], None]) -> Cal
 
 def _marked(tree: Any, index: int) -> Any:
     return jax.tree.map(lambda x: _compat.mark_stage(x, index) if isinstance(x, jax.Array) else x, tree)
-
-
-def _balance(weights: Sequence[float], n_parts: int) -> list[int]:
-    """Where parts begin (all but the first) so that the heaviest part is as light as can be; none is empty."""
-    n = len(weights)
-    sums = [0.0]
-    for weight in weights:
-        sums.append(sums[-1] + weight)
-    # best[k][i]: the lightest heaviest part when the first i weights make k parts, and where the last part begins.
-    best = [[(sums[i], 0) for i in range(n + 1)]]
-    for k in range(1, n_parts):
-        row = [(float("inf"), 0)] * (n + 1)
-        for i in range(k + 1, n + 1):
-            row[i] = min((max(best[k - 1][j][0], sums[i] - sums[j]), j) for j in range(k, i))
-        best.append(row)
-    starts, i = [], n
-    for k in range(n_parts - 1, 0, -1):
-        i = best[k][i][1]
-        starts.append(i)
-    return starts[::-1]
-
-
-def _num_parameters(module: Any) -> int:
-    return sum(x.size for x in jax.tree.leaves(nnx.state(module, nnx.Param)))
 
 
 def _name(path: Sequence[Any]) -> str:

@@ -15,8 +15,9 @@ from flax import nnx
 from jaxpar._errors import ParallelizeError
 from jaxpar.mesh import init_device_mesh
 from jaxpar.pp import get_schedule, pipeline, plan_of
+from jaxpar.pp._balance import balanced_splits
 from jaxpar.pp._cut import Piece
-from jaxpar.pp._split_points import balanced_splits, check_splits, mark_splits
+from jaxpar.pp._split_points import check_splits, mark_splits
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pieces import composed, pieces_of, w, x
@@ -188,9 +189,11 @@ def test_lists_of_lists_are_cut_between_modules_that_are_called() -> None:
 
 def test_fewer_layers_than_stages_is_refused_with_both_numbers() -> None:
     with pytest.raises(ParallelizeError, match="n_stages=4, but .* Stack is layers with 3 modules"):
-        balanced_splits(Stack([AddOne()] * 3), 4)
+        balanced_splits(Stack([AddOne() for _ in range(3)]), 4)
     with pytest.raises(ParallelizeError, match="longest list of modules in Scale is missing.*split_spec="):
         balanced_splits(Scale(1.0), 2)
+    with pytest.raises(ParallelizeError, match="layers with 1 modules"):
+        balanced_splits(Stack([AddOne()] * 3), 2)
 
 
 def test_split_points_that_do_not_exist_name_the_nearest() -> None:
@@ -219,7 +222,9 @@ def test_pipeline_returns_the_same_object_and_changes_nothing_outside_a_step() -
 @pytest.mark.parametrize(("schedule", "n_stages"), [("1F1B", 2), ("Interleaved1F1B", 4), ("ZBV", 4)])
 def test_by_default_there_are_as_many_stages_as_the_schedule_is_about(schedule: str, n_stages: int) -> None:
     mesh = init_device_mesh((2,), ("pp",), devices=jax.devices()[:2])
-    plan = plan_of(pipeline(Stack([Scale(1.0)] * 5), mesh["pp"], schedule=schedule, n_microbatches=4))
+    plan = plan_of(
+        pipeline(Stack([Scale(1.0) for _ in range(5)]), mesh["pp"], schedule=schedule, n_microbatches=4)
+    )
     assert plan is not None and plan.schedule.n_stages == n_stages == len(plan.splits) + 1
 
 
@@ -239,7 +244,7 @@ def test_by_default_there_are_as_many_stages_as_the_schedule_is_about(schedule: 
 )
 def test_what_cannot_be_a_pipeline_is_refused(options: dict[str, Any], message: str) -> None:
     mesh = init_device_mesh((2, 2), ("pp", "dp"), devices=jax.devices()[:4])
-    model = Stack([Scale(1.0)] * 5)
+    model = Stack([Scale(1.0) for _ in range(5)])
     with pytest.raises(ParallelizeError, match=message):
         pipeline(model, mesh["pp"], **options)
     assert plan_of(model) is None
