@@ -39,7 +39,7 @@ PUBLIC = {
         head_tail_order join_sequence padded_length ring_attention sequence_positions split_sequence
     """,
     "jaxpar.pp": """
-        Action Costs Event Message Op PipelinePlan Schedule Timeline add_communication
+        Action Costs Event Message Op PipelinePlan PipelineStages Schedule Timeline add_communication
         add_reduce_grad add_unshard auto_schedule chrome_trace draw gathered get_schedule
         merge_backward pipeline plan_of render schedule_names simulate with_bubbles without_bubbles
     """,

@@ -1,5 +1,6 @@
 """Pipeline parallelism: a schedule is data, proved lawful when it is made, simulated, drawn and run."""
 
+from jaxpar.pp._by_hand import PipelineStages as PipelineStages
 from jaxpar.pp._gathered import gathered as gathered
 from jaxpar.pp._pipeline import PipelinePlan as PipelinePlan
 from jaxpar.pp._pipeline import pipeline as pipeline

@@ -14,6 +14,7 @@ from jaxpar._errors import ParallelizeError
 from jaxpar._module import ModuleT, swap_class
 from jaxpar.mesh import MeshLike, as_jax_mesh, axes_of
 from jaxpar.pp._balance import Balance, Sample, balanced_splits
+from jaxpar.pp._by_hand import PipelineStages
 from jaxpar.pp._schedule._action import COMPUTE
 from jaxpar.pp._schedule._get_schedule import find_builder, get_schedule
 from jaxpar.pp._schedule._schedule import Schedule
@@ -68,7 +69,7 @@ def pipeline(
         mesh: one mesh axis, as `mesh["pp"]`; its size is the number of ranks.
         split_spec: module names and "beginning" or "end": where stages begin, in the order in which they run.
         n_stages: instead, how many stages: cut between the modules of the model's longest list, so that the heaviest
-            stage is as light as possible. Default: one for each rank.
+            stage is as light as possible. Default: those of `PipelineStages`; for another model, one for each rank.
         balance: what stages weigh: "params", the parameters of these modules; "flops", what the sample computes, an
             embedding before and a head behind the modules included; "time", seconds that this takes here, forward and
             backward.
@@ -119,6 +120,8 @@ def pipeline(
         raise ParallelizeError(f"pipeline: n_stages={n_stages} must be at least 1.")
     if split_spec is not None:
         splits = check_splits(model, split_spec)
+    elif isinstance(model, PipelineStages) and n_stages is None:
+        splits = check_splits(model, {f"stages.{i}": "beginning" for i in range(1, len(model.stages))})
     else:
         wanted = n_stages or (
             schedule.n_stages if isinstance(schedule, Schedule) else _usual_stages(schedule, n_ranks)
