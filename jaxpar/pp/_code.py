@@ -72,6 +72,7 @@ def trace_stages(
     n_stages: int,
     *,
     remat: bool = False,
+    is_forward_only: bool = False,
 ) -> tuple[StageCode, ...]:
     """Trace and cut `whole(*params, *rest, *batch)`, whose first output is the total of the loss.
 
@@ -84,6 +85,7 @@ def trace_stages(
         batch: one microbatch, and its number.
         n_stages: how many stages.
         remat: keep only what was received; the backward computes the forward again.
+        is_forward_only: keep nothing; there is no backward.
 
     Raises:
         ParallelizeError: a split point is not reached, out of order, a stage has nothing to do, or one stage changes a
@@ -97,7 +99,10 @@ def trace_stages(
     received: Leaves = []
     stages = []
     for piece in pieces:
-        stage, received = _stage(piece, inputs, received, len(params), len(batch) - 1, remat=remat)
+        if is_forward_only:
+            stage, received = _forward_stage(piece, inputs, received, len(params), len(batch) - 1)
+        else:
+            stage, received = _stage(piece, inputs, received, len(params), len(batch) - 1, remat=remat)
         stages.append(stage)
     return tuple(stages)
 
@@ -170,6 +175,34 @@ def _stage(
         forward=_traced(forward, *full, *given),
         backward=_compat.as_function(closed.jaxpr, closed.consts),
         halves=halves(closed, [i >= len(full) for i in range(len(closed.jaxpr.outvars))]),
+    )
+    return stage, outputs[: piece.num_sent]
+
+
+def _forward_stage(
+    piece: Piece, inputs: Leaves, received: Leaves, num_params: int, number: int
+) -> tuple[StageCode, Leaves]:
+    """The code of a stage that only evaluates: it keeps nothing, and its backward does nothing."""
+    run = _compat.as_function(piece.program.jaxpr, piece.program.consts)
+    values = [*(inputs[i] for i in piece.reads), *received]
+    outputs = run(*values)
+    nothing = trace(lambda *values: [], *values)
+    stage = StageCode(
+        params=tuple(i for i in piece.reads if i < num_params),
+        others=tuple(i for i in piece.reads if i >= num_params),
+        results=piece.results,
+        received=_types(received),
+        sent=_types(outputs[: piece.num_sent]),
+        kept=(),
+        result_types=_types(outputs[piece.num_sent :]),
+        gradients=(),
+        gradients_before=(),
+        gradients_after=(),
+        number=number,
+        has_total=0 in piece.results,
+        forward=run,
+        backward=_compat.as_function(nothing.jaxpr, nothing.consts),
+        halves=halves(nothing, []),
     )
     return stage, outputs[: piece.num_sent]
 

@@ -67,7 +67,8 @@ def run_schedule(
     Raises:
         ProcessGroupError: another rank did not send in time.
     """
-    run = _Run(stages, arrays, [list(a.changed) if a else [] for a in arrays], counts, ranks)
+    before = [list(a.changed) if a else [] for a in arrays]
+    run = _Run(stages, arrays, before, counts, ranks, keeps=not schedule.is_forward_only)
     for action in dispatch_order(schedule, ranks.stages_here):
         run.do(action)
 
@@ -89,6 +90,7 @@ class _Run:
     before: list[Leaves]
     counts: Sequence[frozenset[int]]
     ranks: Ranks
+    keeps: bool
     activations: dict[tuple[int, int], Arrival] = field(default_factory=dict)
     gradients: dict[tuple[int, int], Arrival] = field(default_factory=dict)
     stash: dict[tuple[int, int], tuple[Leaves, Leaves]] = field(default_factory=dict)
@@ -118,7 +120,8 @@ class _Run:
         sent, kept, a.changed, a.sums = stage.forward(
             a.params, a.fixed, changed, a.batch, np.int32(m), received, a.sums
         )
-        self.stash[s, m] = kept, received
+        if self.keeps:
+            self.stash[s, m] = kept, received
         return sent
 
     def _backward(self, a: StageArrays, s: int, m: int) -> Leaves:

@@ -7,6 +7,7 @@ jit ----------------------------------------------------------------------------
 """
 
 import collections
+import dataclasses
 import hashlib
 import math
 from typing import Any
@@ -25,6 +26,7 @@ from jaxpar.pp import Costs
 from jaxpar.train._clip import clipping
 from jaxpar.train._parts import Parts, check_rows, live_spec
 from jaxpar.train._update import Update
+from jaxpar.train._variables import Variables
 
 # On CPU, programs queue on a small thread pool; more than this many steps in flight only cost memory (and,
 # on jax 0.10.2 with two cores, more than 33 undrained collective programs deadlock).
@@ -46,16 +48,28 @@ class FusedStep:
         self._states = self._init_hook_states()
         self._jitted = self._build(parts, donate=donate)
         self._agreed = False
+        self._evaluations: dict[Any, jax.stages.Wrapped] = {}
         self._in_flight: collections.deque[jax.Array] = collections.deque()
 
     def __call__(self, batch: PyTree) -> dict[str, PyTree]:
         """Runs one step."""
         arguments = self._arguments(batch)
         if not self._agreed:
-            self._agree(arguments)
+            self._agreed = True
+            self._agree("the first step of TrainStep", self._jitted, arguments)
         params, rest, chosen, other, self._states, metrics = self._jitted(*arguments)
         self._model.assign(params, rest)
         self._optimizer.assign(chosen, other)
+        self._wait_for_old_steps(metrics["loss"])
+        return metrics
+
+    def evaluate(self, batch: PyTree, model: Variables) -> dict[str, PyTree]:
+        """Metrics of the model in the mode in which its variables were listed; one program for each mode."""
+        arguments = (*model.values(), self._global_batch(batch))
+        if model.graphdef not in self._evaluations:
+            program = self._evaluations[model.graphdef] = self._evaluation(model)
+            self._agree("the first TrainStep.evaluate", program, arguments)
+        metrics = self._evaluations[model.graphdef](*arguments)
         self._wait_for_old_steps(metrics["loss"])
         return metrics
 
@@ -79,20 +93,19 @@ class FusedStep:
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch)
         return global_batch(batch, self._mesh, self._batch_axes)
 
-    def _agree(self, arguments: tuple[Any, ...]) -> None:
-        """Before the first step of several processes: do all mean the same program, and are all there?"""
-        self._agreed = True
+    def _agree(self, what: str, program: jax.stages.Wrapped, arguments: tuple[Any, ...]) -> None:
+        """Before the first run of several processes: do all mean the same program, and are all there?"""
         if len({device.process_index for device in self._mesh.devices.flat}) == 1:
             return
         shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", arguments[-1])
-        program = self._jitted.lower(*arguments).as_text()
+        text = program.lower(*arguments).as_text()
         facts = {
             "mesh": f"{dict(self._mesh.shape)} over devices {[d.id for d in self._mesh.devices.flat]}",
             "batch": str(shapes),
             "options": self._options,
-            "program": hashlib.sha256(program.encode()).hexdigest(),
+            "program": hashlib.sha256(text.encode()).hexdigest(),
         }
-        assert_same_everywhere("the first step of TrainStep", facts)
+        assert_same_everywhere(what, facts)
         warm_up(self._mesh)
 
     def _wait_for_old_steps(self, loss: jax.Array) -> None:
@@ -156,3 +169,20 @@ class FusedStep:
             donate_argnums=(0, 1, 2, 3, 4) if donate else (),
             compiler_options=_compat.compiler_options(self._mesh.devices.flat[0].platform),
         )
+
+    def _evaluation(self, model: Variables) -> jax.stages.Wrapped:
+        local = dataclasses.replace(self._local, merge=model.merge, split=model.rest_of)
+        specs, rest_specs = ([live_spec(x.sharding) for x in leaves] for leaves in model.values())
+        rows = PartitionSpec(local.positions.rows or None)
+        mapped = jax.shard_map(
+            local.evaluated, mesh=self._mesh, in_specs=(specs, rest_specs, rows), out_specs=PartitionSpec()
+        )
+
+        def evaluate(params: Any, rest: Any, batch: PyTree) -> dict[str, PyTree]:
+            num_parts = math.prod(self._mesh.shape[axis] for axis in self._batch_axes)
+            check_rows(batch, num_parts, self._accumulate, self._batch_axes)
+            params, rest = jax.tree.map(on_device, (params, rest))
+            return mapped(params, rest, batch)
+
+        platform = self._mesh.devices.flat[0].platform
+        return jax.jit(evaluate, compiler_options=_compat.compiler_options(platform))

@@ -97,6 +97,24 @@ class LocalStep:
             loss, metrics = split_output(self.loss_fn(model, batch))
         return Mean(vary(loss.total, self.axes), loss.count), metrics, self.split(model)
 
+    def evaluated(self, params: Leaves, rest: Leaves, batch: PyTree) -> dict[str, PyTree]:
+        """The metrics of a forward, reduced; nothing else."""
+        if self.accumulate == 1:
+            loss, metrics, _ = self.forward(params, rest, batch)
+            means: PyTree = {"loss": loss, **metrics}
+        else:
+            start = list(rest)
+
+            def microbatch(rest: Leaves, part: PyTree) -> tuple[Leaves, PyTree, Leaves]:
+                rest = [start[i] if i in self.counts else x for i, x in enumerate(rest)]
+                loss, metrics, rest_out = self.forward(params, rest, part[1], part[0])
+                return [], {"loss": loss, **metrics}, rest_out
+
+            parts = (jnp.arange(self.accumulate), jax.tree.map(self._split_rows, batch))
+            _, means, _ = scan_sum(microbatch, rest, parts)
+        means, _ = sum_over_ranks(means, [], self.axes)
+        return values(means, self.num_ranks * self.accumulate)
+
     def _at_once(self, params: Leaves, rest: Leaves, states: Any, batch: PyTree) -> Any:
         plan = self._plan(params, rest, batch)
 

@@ -22,7 +22,7 @@ from jaxpar._errors import ParallelizeError
 from jaxpar._pytree import PyTree
 from jaxpar.fsdp._order import restart_order
 from jaxpar.mesh import assert_same_everywhere, warm_up
-from jaxpar.pp import Costs, PipelinePlan
+from jaxpar.pp import Costs, PipelinePlan, Schedule
 from jaxpar.pp._measure import measure
 from jaxpar.pp._place import Copies, restricted, spec_on_stage, stage_mesh
 from jaxpar.pp._ranks import Ranks, elsewhere, is_spread, wanted
@@ -118,6 +118,17 @@ class PipelinedStep:
         self._ranks.transport.wait()
         return metrics
 
+    def evaluate(self, batch: PyTree, model: Variables) -> dict[str, PyTree]:
+        """Metrics of the model in the mode in which its variables were listed; stages run forward only."""
+        leaves, treedef = jax.tree.flatten(batch)
+        if self._owners is None:
+            self._compiled_for(leaves, treedef)  # what a step uses says on which stage everything lies
+        compiled = self._compiled_for(leaves, treedef, model)
+        sums = self._run(_forwards(self._plan.schedule), compiled, self._arrays(compiled, leaves))
+        metrics, _ = compiled.metrics(sums)
+        self._ranks.transport.wait()
+        return dict(metrics)
+
     def lower(self, batch: PyTree) -> jax.stages.Lowered:
         """There is no one program to lower."""
         raise ParallelizeError(
@@ -133,17 +144,25 @@ class PipelinedStep:
 
     # Once per shape of the batch
 
-    def _compiled_for(self, leaves: Leaves, treedef: Any) -> Compiled:
-        shapes = (treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves))
-        if shapes not in self._compiled:
-            self._compiled[shapes] = self._compile(self._batch.shapes(leaves), treedef)
-        return self._compiled[shapes]
+    def _compiled_for(self, leaves: Leaves, treedef: Any, evaluated: Variables | None = None) -> Compiled:
+        """For a shape of the batch: the programs of a step, or those that evaluate a model in a mode."""
+        mode = None if evaluated is None else evaluated.graphdef
+        key = (mode, treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves))
+        if key not in self._compiled:
+            trace = self._trace if evaluated is None else self._evaluation_of(evaluated)
+            self._compiled[key] = self._compile(trace, self._batch.shapes(leaves), treedef)
+        return self._compiled[key]
 
-    def _compile(self, batch: Sequence[jax.ShapeDtypeStruct], treedef: Any) -> Compiled:
+    def _evaluation_of(self, model: Variables) -> LossTrace:
+        merge = functools.partial(_merge_marked, model, self._plan)
+        local = dataclasses.replace(self._local, merge=merge, split=model.rest_of)
+        return dataclasses.replace(self._trace, local=local, is_forward_only=True)
+
+    def _compile(self, trace: LossTrace, batch: Sequence[jax.ShapeDtypeStruct], treedef: Any) -> Compiled:
         self._meet(batch)
         num_parts = math.prod(self._parts.mesh.shape[axis] for axis in self._parts.batch_axes)
         check_rows(batch, num_parts, self._plan.schedule.n_microbatches, self._parts.batch_axes)
-        traced = self._trace(*self._model.values(), batch, treedef)
+        traced = trace(*self._model.values(), batch, treedef)
         stages = tuple(
             Stage(code, traced.kinds, self._ranks.mesh_of(s)) for s, code in enumerate(traced.codes)
         )
@@ -153,7 +172,7 @@ class PipelinedStep:
         means = MeansOfAll(traced.means, self._local, self._local.num_ranks * traced.kinds.n_microbatches)
         return Compiled(
             stages=stages,
-            ends=tuple(map(self._end_of, stages)),
+            ends=() if trace.is_forward_only else tuple(map(self._end_of, stages)),
             metrics=StageMetrics.of(stages, means, self._ranks),
             borrowed=tuple(map(self._borrowed, range(len(stages)), stages)),
         )
@@ -242,16 +261,22 @@ class PipelinedStep:
     def _step(self, compiled: Compiled, batch: Leaves) -> dict[str, PyTree]:
         assert self._optimizer is not None
         arrays = self._arrays(compiled, batch)
-        counts = [
-            frozenset(place for place, i in enumerate(stage.changed) if i in self._local.counts)
-            for stage in compiled.stages
-        ]
-        run_schedule(self._plan.schedule, compiled.stages, arrays, counts, self._ranks)
-        metrics, scale_on = compiled.metrics([None if a is None else a.sums for a in arrays])
+        metrics, scale_on = compiled.metrics(self._run(self._plan.schedule, compiled, arrays))
         params, rest = self._model.values()
         grads, rest = self._gradients(compiled, arrays, scale_on, params, rest)
         self._model.assign(params, rest)
         return dict(metrics) | self._optimizer(grads)
+
+    def _run(
+        self, schedule: Schedule, compiled: Compiled, arrays: Sequence[StageArrays | None]
+    ) -> list[Leaves | None]:
+        """Walks the schedule; returns the sums of losses and metrics of each stage that is here."""
+        counts = [
+            frozenset(place for place, i in enumerate(stage.changed) if i in self._local.counts)
+            for stage in compiled.stages
+        ]
+        run_schedule(schedule, compiled.stages, arrays, counts, self._ranks)
+        return [None if a is None else a.sums for a in arrays]
 
     def _arrays(self, compiled: Compiled, batch: Leaves) -> list[StageArrays | None]:
         """What the stages that are here begin with."""
@@ -332,6 +357,13 @@ def _merge_marked(model: Variables, plan: PipelinePlan, params: Sequence[Any], r
     merged = model.merge(params, rest)
     mark_splits(merged, plan.splits, restart_order)
     return merged
+
+
+@functools.lru_cache(maxsize=8)
+def _forwards(schedule: Schedule) -> Schedule:
+    """The forwards of a schedule, in its order."""
+    rows = [[part for a in row if a for part in a.parts if part.op is Op.F] for row in schedule.rows]
+    return Schedule(rows, schedule.rank_of_stage)
 
 
 def _first_user(stages: Sequence[Stage], i: int, uses: Callable[[Stage], tuple[int, ...]]) -> int:

@@ -45,6 +45,7 @@ class LossTrace:
         n_stages: how many stages.
         n_microbatches: in how many parts each device takes its rows.
         remat: whether stages keep only what they receive.
+        is_forward_only: whether there is no backward.
     """
 
     local: LocalStep
@@ -54,6 +55,7 @@ class LossTrace:
     n_stages: int
     n_microbatches: int
     remat: bool
+    is_forward_only: bool = False
 
     def __call__(
         self, params: Sequence[Any], rest: Sequence[Any], batch: Sequence[Any], treedef: Any
@@ -104,7 +106,15 @@ class LossTrace:
             for type_ in outputs[num_sums:]
         )
         rest = [vary(x, axes) for x, axes in zip(rest, marks, strict=True)]
-        codes = trace_stages(whole, params, rest, [*rows, number], self.n_stages, remat=self.remat)
+        codes = trace_stages(
+            whole,
+            params,
+            rest,
+            [*rows, number],
+            self.n_stages,
+            remat=self.remat,
+            is_forward_only=self.is_forward_only,
+        )
         kinds = Kinds(
             params=self.params,
             rest=self.rest,

@@ -111,6 +111,7 @@ class TrainStep:
         donate: bool = True,
     ) -> None:
         self._mesh = as_jax_mesh(mesh)
+        self._module = model
         plan = plan_of(model)
         self._batch_axes = _batch_axes(mesh, batch_axes, plan)
         self._axes = _with_sequence_axes(mesh, self._batch_axes, sequence_axes)
@@ -183,6 +184,42 @@ class TrainStep:
             BatchError: dim 0 does not divide into the ranks and microbatches, or the loss is no scalar.
         """
         return self._engine(batch)
+
+    def evaluate(self, batch: PyTree) -> dict[str, PyTree]:
+        """The metrics of a batch, without a step: nothing is trained, no variable changes, no gradient is computed.
+
+        The model's mode at the time of the call counts: `model.eval()` switches dropout off and takes running statistics. A
+        pipelined model runs its stages forward only, in the order of its schedule, and keeps no activation. One compilation
+        for each mode and batch shape. Source: PyTorch's `schedule.eval` (parity PP6).
+
+        Args:
+            batch: as for a step, and it divides in the same way.
+
+        Returns:
+            `loss` and the loss function's metrics, as a step gives them.
+
+        Raises:
+            BatchError: as for a step.
+            ParallelizeError: the model has other variables than when the `TrainStep` was built.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxpar, optax
+            >>> from flax import nnx
+            >>> model = nnx.Sequential(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
+            >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+            >>> mesh = jaxpar.init_device_mesh((8,), ("dp",))
+            >>> step = jaxpar.TrainStep(lambda m, x: (m(x) ** 2).mean(), model, optimizer, mesh=mesh)
+            >>> model.eval()
+            >>> float(step.evaluate(jnp.zeros((16, 2)))["loss"])
+            0.0
+        """
+        model = Variables.of(self._module, self._model.chosen_filter)
+        if model.treedefs != self._model.treedefs:
+            raise ParallelizeError(
+                f"TrainStep.evaluate: {type(self._module).__name__} has other variables than when the TrainStep was built: "
+                f"{len(model.variables)} now, {len(self._model.variables)} then. Build a new TrainStep after changing the model."
+            )
+        return self._engine.evaluate(batch, model)
 
     def lower(self, batch: PyTree) -> jax.stages.Lowered:
         """Lowers the step for a batch without running it: `step.lower(batch).compile()` to inspect the program.
