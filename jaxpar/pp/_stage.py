@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpar import _compat
 from jaxpar._module import vary
 from jaxpar.pp._code import StageCode
+from jaxpar.pp._dealt import dealt
 from jaxpar.pp._stacked import axes, spec, stack, unstack
 
 Leaves = list[Any]
@@ -42,6 +43,7 @@ class Kinds:
         rest_marks: for each other variable, the axes over which the forward lets it vary.
         num_sums: how many outputs are summed.
         n_microbatches: in how many parts each device takes its rows.
+        is_smaller: whether these programs are for the smaller ones, if they cannot be equal.
     """
 
     params: tuple[PartitionSpec, ...]
@@ -51,6 +53,7 @@ class Kinds:
     rest_marks: tuple[tuple[str, ...], ...]
     num_sums: int
     n_microbatches: int
+    is_smaller: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,8 +282,8 @@ class Stage:
 
     def _rows(self, x: jax.Array, number: jax.Array) -> jax.Array:
         """This device's rows of one microbatch."""
-        parts = x.reshape(self.kinds.n_microbatches, -1, *x.shape[1:])
-        return jax.lax.dynamic_index_in_dim(parts, number, keepdims=False)
+        rows, first = dealt(x.shape[0], self.kinds.n_microbatches, is_smaller=self.kinds.is_smaller)
+        return jax.lax.dynamic_slice_in_dim(x, number * rows + first, rows)
 
     def specs(self, types: Sequence[Any]) -> list[PartitionSpec]:
         """How values of these types lie between programs."""

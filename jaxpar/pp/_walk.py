@@ -48,12 +48,28 @@ class StageArrays:
     grads: Leaves
 
 
+@dataclass(frozen=True, eq=False)
+class Smaller:
+    """Programs for microbatches with one row less.
+
+    Args:
+        stages: of each stage.
+        first: the first microbatch that is smaller.
+    """
+
+    stages: Sequence[Stage]
+    first: int
+
+
 def run_schedule(
     schedule: Schedule,
     stages: Sequence[Stage],
     arrays: Sequence[StageArrays | None],
     counts: Sequence[frozenset[int]],
     ranks: Ranks,
+    *,
+    rounds: int = 1,
+    smaller: Smaller | None = None,
 ) -> None:
     """Run one step; `arrays` end up with the sums, the gradients, and the changed variables.
 
@@ -63,14 +79,18 @@ def run_schedule(
         arrays: for each stage that is here what it works on; changed in place.
         counts: for each stage, which of its changed variables every microbatch starts anew with (by position).
         ranks: where stages lie.
+        rounds: how often the schedule runs, on one part of the microbatches after the other.
+        smaller: programs for the last microbatches, if they have one row less.
 
     Raises:
         ProcessGroupError: another rank did not send in time.
     """
     before = [list(a.changed) if a else [] for a in arrays]
-    run = _Run(stages, arrays, before, counts, ranks, keeps=not schedule.is_forward_only)
-    for action in dispatch_order(schedule, ranks.stages_here):
-        run.do(action)
+    run = _Run(stages, arrays, before, counts, ranks, smaller, keeps=not schedule.is_forward_only)
+    for _ in range(rounds):
+        for action in dispatch_order(schedule, ranks.stages_here):
+            run.do(action)
+        run.first += schedule.n_microbatches
 
 
 @functools.lru_cache(maxsize=32)
@@ -90,7 +110,9 @@ class _Run:
     before: list[Leaves]
     counts: Sequence[frozenset[int]]
     ranks: Ranks
+    smaller: Smaller | None
     keeps: bool
+    first: int = 0
     activations: dict[tuple[int, int], Arrival] = field(default_factory=dict)
     gradients: dict[tuple[int, int], Arrival] = field(default_factory=dict)
     stash: dict[tuple[int, int], tuple[Leaves, Leaves]] = field(default_factory=dict)
@@ -99,7 +121,7 @@ class _Run:
 
     def do(self, action: Action) -> None:
         assert action.microbatch is not None
-        s, m, op = action.stage, action.microbatch, action.op
+        s, m, op = action.stage, self.first + action.microbatch, action.op
         a, made = self.arrays[s], None
         if a is not None:
             run = {Op.F: self._forward, Op.B: self._backward, Op.I: self._inputs, Op.W: self._weights}[op]
@@ -111,7 +133,7 @@ class _Run:
             self._move(self.gradients, made, s, s - 1, m)
 
     def _forward(self, a: StageArrays, s: int, m: int) -> Leaves:
-        stage = self.stages[s]
+        stage = self._programs(m)[s]
         received = _taken(self.activations, s, m)
         changed = [
             old if i in self.counts[s] else x
@@ -127,11 +149,11 @@ class _Run:
     def _backward(self, a: StageArrays, s: int, m: int) -> Leaves:
         kept, received = self.stash.pop((s, m))
         after = _taken(self.gradients, s, m)
-        before, a.grads = self.stages[s].backward(a.params, kept, received, after, a.grads)
+        before, a.grads = self._programs(m)[s].backward(a.params, kept, received, after, a.grads)
         return before
 
     def _inputs(self, a: StageArrays, s: int, m: int) -> Leaves:
-        stage = self.stages[s]
+        stage = self._programs(m)[s]
         kept, received = self.stash.pop((s, m))
         after = _taken(self.gradients, s, m)
         before, carry = stage.inputs(a.params, kept, received, after)
@@ -140,7 +162,7 @@ class _Run:
 
     def _weights(self, a: StageArrays, s: int, m: int) -> Leaves:
         used, carry = self.postponed.pop((s, m))
-        a.grads = self.stages[s].weights(a.params, used, carry, a.grads)
+        a.grads = self._programs(m)[s].weights(a.params, used, carry, a.grads)
         return []
 
     def _move(
@@ -153,7 +175,7 @@ class _Run:
     ) -> None:
         """Hand on what a stage made for its neighbour."""
         forth = target > source
-        stage = self.stages[target]
+        stage = self._programs(m)[target]
         arrival = self.ranks.move(
             values,
             self.ranks.of_stage[source],
@@ -163,6 +185,9 @@ class _Run:
         )
         if arrival is not None:
             arrivals[target, m] = arrival
+
+    def _programs(self, m: int) -> Sequence[Stage]:
+        return self.stages if self.smaller is None or m < self.smaller.first else self.smaller.stages
 
     def _throttle(self, result: Leaves) -> None:
         if result and next(iter(result[0].devices())).platform == "cpu":

@@ -19,6 +19,7 @@ from jaxpar.ddp._reduce import Reduction
 from jaxpar.fsdp._unit import unit_of
 from jaxpar.fsdp._zero1 import Cut
 from jaxpar.pp import PipelinePlan
+from jaxpar.pp._stage import Stage
 from jaxpar.train._parts import Parts
 
 
@@ -71,15 +72,14 @@ def check_pipelined(parts: Parts, plan: PipelinePlan) -> None:
     """Refuses options that a pipelined step does not have.
 
     Raises:
-        ParallelizeError: accumulation beside microbatches, ZeRO-1, a hook with state, parameters in host memory or split
+        ParallelizeError: units gathered once for all microbatches, ZeRO-1, a hook with state, parameters in host memory or split
             over the pipeline's axis.
     """
     local = parts.local
-    if local.accumulate > 1 or local.units is not None:
+    if local.units is not None:
         raise ParallelizeError(
-            f"TrainStep: accumulate={local.accumulate} of a pipelined model: its microbatches are those of the schedule, and "
-            f"gradients are reduced once after all of them. Write pipeline(..., "
-            f"n_microbatches={plan.schedule.n_microbatches * local.accumulate}) instead."
+            "TrainStep: accumulate_unsharded gathers all units before all microbatches, which a pipelined model does not offer: its "
+            "units gather in each. Remove accumulate_unsharded."
         )
     if any(parts.cuts):
         raise ParallelizeError(
@@ -105,6 +105,33 @@ def check_pipelined(parts: Parts, plan: PipelinePlan) -> None:
             "TrainStep: the communication hook of DistributedDataParallel keeps a state, which is not offered for a pipelined "
             "model. Take bf16_compress_hook, or none."
         )
+
+
+def check_alike(larger: Sequence[Stage], smaller: Sequence[Stage]) -> None:
+    """Refuses a loss that does another thing with one row less: sums of both kinds of microbatches would not fit.
+
+    Raises:
+        ParallelizeError: a stage uses other variables, or gives other metrics.
+    """
+
+    def facts(stage: Stage) -> list[Any]:
+        code = stage.code
+        return [
+            code.params,
+            code.others,
+            code.results,
+            stage.sum_types,
+            stage.grad_types,
+            stage.changed_types,
+        ]
+
+    for s, (one, other) in enumerate(zip(larger, smaller, strict=True)):
+        if facts(one) != facts(other):
+            raise ParallelizeError(
+                f"TrainStep: stage {s} uses other variables, or gives metrics of other shapes, for the smaller of two sizes of "
+                f"microbatches: the loss depends on the number of rows in another way than through its arrays. Give a batch whose "
+                f"rows divide into {one.kinds.n_microbatches} microbatches on each rank."
+            )
 
 
 def _device_memory(mesh: jax.sharding.Mesh) -> tuple[str, ...]:

@@ -34,12 +34,23 @@ class Positions:
         sequences: axes over which its sequences are, as `jaxpar.cp.split_sequence` does.
         num_microbatches: in how many parts each device takes its rows.
         num_rows: of each part.
+        rows_of_rank: of each device, if its parts are not equal; else 0.
+        first_row: where its first part would begin if all had as many rows as this one.
     """
 
     rows: tuple[str, ...]
     sequences: tuple[str, ...] = ()
     num_microbatches: int = 1
     num_rows: int = 0
+    rows_of_rank: int = 0
+    first_row: int = 0
+
+    def first(self, rank: Any, part: Any, size: int) -> Any:
+        """Number of the first of the `size` rows of a part, among those of all devices."""
+        if not self.rows_of_rank:
+            return (rank * self.num_microbatches + part) * size
+        row = rank * self.rows_of_rank + part * self.num_rows + self.first_row
+        return row * (size // self.num_rows)  # positions too, where batch and sequence are one dim
 
 
 def use_global_positions(
@@ -126,7 +137,7 @@ def _mask_by_row(
     if has_rows:
         part = 0 if microbatch is None else microbatch.get_value()
         rank = jax.lax.axis_index(positions.rows) if positions.rows else 0
-        first = (rank * positions.num_microbatches + part) * shape[0]
+        first = positions.first(rank, part, shape[0])
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(first + jnp.arange(shape[0]))
     return jax.vmap(lambda row_key: jax.random.bernoulli(row_key, keep, tuple(shape[1:])))(keys)
 

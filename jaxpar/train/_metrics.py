@@ -51,6 +51,15 @@ def _as_mean(x: Any) -> Mean:
     return Mean(part, None)  # type: ignore[arg-type]
 
 
+def weighted(means: PyTree, weight: float) -> PyTree:
+    """Means of parts that are not equal: one without a count of its own counts as `weight` of them."""
+
+    def of(mean: Mean) -> Mean:
+        return Mean(mean.total * weight, mean.count) if mean.count is None else mean
+
+    return means if weight == 1.0 else jax.tree.map(of, means, is_leaf=lambda x: isinstance(x, Mean))
+
+
 def sum_over_ranks(
     means: PyTree, buffers: Sequence[jax.Array], axes: tuple[str, ...], *, is_buffer_mean: bool = False
 ) -> tuple[PyTree, list[jax.Array]]:

@@ -48,6 +48,28 @@ def live_spec(sharding: Any) -> PartitionSpec:
     return PartitionSpec(*(live(entry) for entry in sharding.spec))
 
 
+def check_dealt_rows(batch: PyTree, num_ranks: int, num_parts: int, batch_axes: tuple[str, ...]) -> int:
+    """Rows of each rank, which need not divide into microbatches if every array has as many.
+
+    Raises:
+        BatchError: rows do not divide into ranks, are fewer than microbatches, or differ between arrays and do not divide.
+    """
+    rows = {x.shape[0] if x.ndim else 0 for x in jax.tree.leaves(batch)}
+    if len(rows) != 1:
+        check_rows(batch, num_ranks, num_parts, batch_axes)
+        return num_parts
+    (size,) = rows
+    if size == 0 or size % num_ranks:
+        check_rows(batch, num_ranks, 1, batch_axes)
+    if size // num_ranks < num_parts:
+        raise BatchError(
+            f"a batch of {size} rows has {size // num_ranks} for each of {num_ranks} ranks (batch_axes={batch_axes}), fewer than "
+            f"the {num_parts} microbatches of a step, and each has at least one. Give {num_ranks * num_parts} rows or more, or write "
+            f"pipeline(..., n_microbatches={max(size // num_ranks, 1)})."
+        )
+    return size // num_ranks
+
+
 def check_rows(batch: PyTree, num_ranks: int, accumulate: int, batch_axes: tuple[str, ...]) -> None:
     rows = {x.shape[0] if x.ndim else 0 for x in jax.tree.leaves(batch)}
     for size in sorted(rows):

@@ -23,6 +23,7 @@ from jaxpar._pytree import PyTree
 from jaxpar.fsdp._order import restart_order
 from jaxpar.mesh import assert_same_everywhere, warm_up
 from jaxpar.pp import Costs, PipelinePlan, Schedule
+from jaxpar.pp._dealt import num_larger
 from jaxpar.pp._measure import measure
 from jaxpar.pp._place import Copies, restricted, spec_on_stage, stage_mesh
 from jaxpar.pp._ranks import Ranks, elsewhere, is_spread, wanted
@@ -30,15 +31,15 @@ from jaxpar.pp._schedule._action import Op
 from jaxpar.pp._split_points import mark_splits
 from jaxpar.pp._stage import Stage
 from jaxpar.pp._transport._choose import transport_between
-from jaxpar.pp._walk import StageArrays, run_schedule
-from jaxpar.train._checks import check_pipelined
+from jaxpar.pp._walk import Smaller, StageArrays, run_schedule
+from jaxpar.train._checks import check_alike, check_pipelined
 from jaxpar.train._clip import Norm
-from jaxpar.train._parts import Parts, check_rows
+from jaxpar.train._parts import Parts, check_dealt_rows
 from jaxpar.train._stage_batch import StageBatch
 from jaxpar.train._stage_end import GradientsOfStage, MeansOfAll
 from jaxpar.train._stage_metrics import StageMetrics
 from jaxpar.train._stage_optimizer import StageOptimizer
-from jaxpar.train._stage_trace import LossTrace
+from jaxpar.train._stage_trace import LossTrace, Traced
 from jaxpar.train._variables import Variables
 
 Leaves = list[Any]
@@ -51,11 +52,13 @@ class Compiled:
     Args:
         stages: the programs of each stage.
         ends: for each stage, gradients from their sums.
+        smaller: the same programs for microbatches with one row less, if there are some.
         metrics: sums of all stages to metrics, on every rank.
         borrowed: for each stage, the parameters and other variables that it uses and another rank owns.
     """
 
     stages: tuple[Stage, ...]
+    smaller: Smaller | None
     ends: tuple[Callable[..., Any], ...]
     metrics: StageMetrics
     borrowed: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
@@ -102,7 +105,7 @@ class PipelinedStep:
             params=tuple(spec_on_stage(x, plan.axis) for x in params),
             rest=tuple(spec_on_stage(x, plan.axis) for x in rest),
             n_stages=plan.schedule.n_stages,
-            n_microbatches=plan.schedule.n_microbatches,
+            n_microbatches=self._local.accumulate * plan.schedule.n_microbatches,
             remat=plan.remat,
         )
         self._copies = Copies(self._ranks)
@@ -161,20 +164,35 @@ class PipelinedStep:
     def _compile(self, trace: LossTrace, batch: Sequence[jax.ShapeDtypeStruct], treedef: Any) -> Compiled:
         self._meet(batch)
         num_parts = math.prod(self._parts.mesh.shape[axis] for axis in self._parts.batch_axes)
-        check_rows(batch, num_parts, self._plan.schedule.n_microbatches, self._parts.batch_axes)
-        traced = trace(*self._model.values(), batch, treedef)
-        stages = tuple(
-            Stage(code, traced.kinds, self._ranks.mesh_of(s)) for s, code in enumerate(traced.codes)
-        )
+        num_rows = check_dealt_rows(batch, num_parts, trace.n_microbatches, self._parts.batch_axes)
+        traced, stages = self._stages(trace, batch, treedef)
+        smaller, first = None, num_larger(num_rows, trace.n_microbatches)
+        if first:
+            smaller = Smaller(self._stages(trace, batch, treedef, is_smaller=True)[1], first)
+            check_alike(stages, smaller.stages)
         self._check_turns(stages)
         if self._owners is None:
             self._place(stages)
-        means = MeansOfAll(traced.means, self._local, self._local.num_ranks * traced.kinds.n_microbatches)
+        means = MeansOfAll(traced.means, self._local, self._local.num_ranks * trace.n_microbatches)
         return Compiled(
             stages=stages,
+            smaller=smaller,
             ends=() if trace.is_forward_only else tuple(map(self._end_of, stages)),
             metrics=StageMetrics.of(stages, means, self._ranks),
             borrowed=tuple(map(self._borrowed, range(len(stages)), stages)),
+        )
+
+    def _stages(
+        self,
+        trace: LossTrace,
+        batch: Sequence[jax.ShapeDtypeStruct],
+        treedef: Any,
+        *,
+        is_smaller: bool = False,
+    ) -> tuple[Traced, tuple[Stage, ...]]:
+        traced = trace(*self._model.values(), batch, treedef, is_smaller=is_smaller)
+        return traced, tuple(
+            Stage(code, traced.kinds, self._ranks.mesh_of(s)) for s, code in enumerate(traced.codes)
         )
 
     def _meet(self, batch: Sequence[jax.ShapeDtypeStruct]) -> None:
@@ -275,7 +293,15 @@ class PipelinedStep:
             frozenset(place for place, i in enumerate(stage.changed) if i in self._local.counts)
             for stage in compiled.stages
         ]
-        run_schedule(schedule, compiled.stages, arrays, counts, self._ranks)
+        run_schedule(
+            schedule,
+            compiled.stages,
+            arrays,
+            counts,
+            self._ranks,
+            rounds=self._local.accumulate,
+            smaller=compiled.smaller,
+        )
         return [None if a is None else a.sums for a in arrays]
 
     def _arrays(self, compiled: Compiled, batch: Leaves) -> list[StageArrays | None]:

@@ -4,7 +4,7 @@ params, variables, batch (this device's part)  ->  rows of one microbatch  ->  l
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,8 +14,10 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxpar import _compat
 from jaxpar._module import vary
 from jaxpar.pp._code import StageCode, trace_stages
+from jaxpar.pp._dealt import dealt, num_larger
 from jaxpar.pp._stage import Kinds
 from jaxpar.train._local import LocalStep
+from jaxpar.train._metrics import weighted
 
 Leaves = list[Any]
 
@@ -58,9 +60,17 @@ class LossTrace:
     is_forward_only: bool = False
 
     def __call__(
-        self, params: Sequence[Any], rest: Sequence[Any], batch: Sequence[Any], treedef: Any
+        self,
+        params: Sequence[Any],
+        rest: Sequence[Any],
+        batch: Sequence[Any],
+        treedef: Any,
+        *,
+        is_smaller: bool = False,
     ) -> Traced:
         """Traces for arrays, or abstract values, of global shape; nothing is computed.
+
+        If the microbatches are not equal, the larger ones are traced, or the smaller ones.
 
         Raises:
             ParallelizeError: a split point is not reached, out of order, or a stage has nothing to do.
@@ -69,7 +79,7 @@ class LossTrace:
         found: list[Traced] = []
 
         def capture(params: Leaves, rest: Leaves, batch: Leaves, number: jax.Array) -> jax.Array:
-            found.append(self._capture(params, rest, batch, number, treedef))
+            found.append(self._capture(params, rest, batch, number, treedef, is_smaller=is_smaller))
             return number
 
         specs = (list(self.params), list(self.rest), [self._batch] * len(batch), PartitionSpec())
@@ -83,17 +93,26 @@ class LossTrace:
         return PartitionSpec(self.local.positions.rows or None)
 
     def _capture(
-        self, params: Leaves, rest: Leaves, batch: Leaves, number: jax.Array, treedef: Any
+        self,
+        params: Leaves,
+        rest: Leaves,
+        batch: Leaves,
+        number: jax.Array,
+        treedef: Any,
+        *,
+        is_smaller: bool,
     ) -> Traced:
         params = self.local.sums.marked(params)
-        rows = [x.reshape(self.n_microbatches, -1, *x.shape[1:])[0] for x in batch]
+        rows = [x[: dealt(x.shape[0], self.n_microbatches, is_smaller=is_smaller)[0]] for x in batch]
+        local, weight = self._of_size(batch, is_smaller=is_smaller)
         structures: list[Any] = []
 
         def whole(*flat: Any) -> Leaves:
             left = iter(flat)
             some_params, some_rest, some_rows = ([next(left) for _ in xs] for xs in (params, rest, rows))
             batch = jax.tree.unflatten(treedef, some_rows)
-            loss, metrics, rest_out = self.local.forward(some_params, some_rest, batch, next(left))
+            loss, metrics, rest_out = local.forward(some_params, some_rest, batch, next(left))
+            loss, metrics = weighted((loss, metrics), weight)
             means, structure = jax.tree.flatten({"loss": loss, **metrics})
             structures.append(structure)
             return [loss.total, *map(jnp.asarray, means), *rest_out]
@@ -123,5 +142,15 @@ class LossTrace:
             rest_marks=marks,
             num_sums=num_sums,
             n_microbatches=self.n_microbatches,
+            is_smaller=is_smaller,
         )
         return Traced(codes, kinds, structures[-1])
+
+    def _of_size(self, batch: Leaves, *, is_smaller: bool) -> tuple[LocalStep, float]:
+        """For microbatches of one of two sizes: where their rows lie, and what a mean over them counts."""
+        num_rows = batch[0].shape[0] if batch else 0
+        if not num_larger(num_rows, self.n_microbatches):
+            return self.local, 1.0
+        rows, first = dealt(num_rows, self.n_microbatches, is_smaller=is_smaller)
+        positions = replace(self.local.positions, rows_of_rank=num_rows, first_row=first)
+        return replace(self.local, positions=positions), rows * self.n_microbatches / num_rows

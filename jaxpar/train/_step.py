@@ -70,7 +70,8 @@ class TrainStep:
             `loss_fn` takes this rank's part of them (`jaxpar.cp.split_sequence`). Losses, metrics and gradients are summed
             over these axes as over `batch_axes`.
         accumulate: number of microbatches per step: gradients are summed locally, in fp32 at least, and reduced once.
-            The units of `fully_shard` gather and scatter in every microbatch, and sum 1/N of the gradients.
+            The units of `fully_shard` gather and scatter in every microbatch, and sum 1/N of the gradients. Of a pipelined
+            model it is how often the schedule runs, on consecutive parts of the batch; gradients are reduced once after all.
         accumulate_unsharded: instead, gather all units once before the microbatches, sum whole gradients, and scatter
             them once (PyTorch's `set_requires_gradient_sync`, row F21): 1/n of the traffic, and on every device whole
             parameters and gradients. Either way replicas (HSDP) are summed over once (row F22).
@@ -155,7 +156,7 @@ class TrainStep:
             positions=Positions(
                 rows=tuple(axis for axis in live if axis in self._batch_axes),
                 sequences=tuple(axis for axis in live if axis not in self._batch_axes),
-                num_microbatches=accumulate if plan is None else plan.schedule.n_microbatches,
+                num_microbatches=accumulate * (1 if plan is None else plan.schedule.n_microbatches),
             ),
             counts=tuple(i for i, v in enumerate(self._model.rest) if id(v) in counts),
             num_ranks=math.prod(self._mesh.shape[axis] for axis in live),

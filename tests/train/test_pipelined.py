@@ -59,8 +59,8 @@ def pipelined(mesh: DeviceMesh, model: Any = None) -> Any:
             "'pp' is the pipeline's axis, and is named among the axes that split the batch",
         ),
         (
-            {"accumulate": 3},
-            "accumulate=3 of a pipelined model.*Write pipeline(..., n_microbatches=6) instead",
+            {"accumulate": 3, "accumulate_unsharded": True},
+            "accumulate_unsharded gathers all units before all microbatches",
         ),
     ],
 )
@@ -113,10 +113,17 @@ def test_a_transform_that_looks_at_all_gradients_is_refused() -> None:
 def test_rows_that_do_not_divide() -> None:
     mesh = make_mesh(2)
     step = make_step(pipelined(mesh), mesh)
+    with pytest.raises(BatchError, match="a batch of 5 rows does not divide into 2 ranks"):
+        step({name: x[:5] for name, x in BATCH.items()})
+    with pytest.raises(
+        BatchError,
+        match=r"a batch of 2 rows has 1 for each of 2 ranks.* the 2 microbatches .*Give 4 .*n_microbatches=1\)",
+    ):
+        step({name: x[:2] for name, x in BATCH.items()})
     with pytest.raises(
         BatchError, match="a batch of 6 rows does not divide into 2 ranks .* x 2 microbatches"
     ):
-        step({name: x[:6] for name, x in BATCH.items()})
+        step({"x": BATCH["x"], "y": BATCH["y"][:6]})
 
 
 def test_a_pipelined_step_is_no_single_program() -> None:
