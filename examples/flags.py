@@ -50,7 +50,7 @@ def parse_args(
     parallelism.mesh(
         "--mesh",
         "devices by axis: dp=4 (rows), dp=2,tp=2 (maths of each layer), dp=2,cp=2 (sequences), replica=2,dp=2 (fsdp in groups), "
-        "pp=2,dp=2 (stages of blocks, in one process so far); "
+        "pp=2,dp=2 (stages of blocks); "
         "default: all devices of all processes on dp",
     )
     parallelism.switch(

@@ -3,13 +3,12 @@
 import contextlib
 from collections.abc import Iterator
 
-import jax
 from flax import nnx
 
 from jaxpar._module import ModuleT
 from jaxpar.mesh import MeshLike, as_jax_mesh
 from jaxpar.pp._pipeline import plan_of
-from jaxpar.pp._place import on_whole_mesh
+from jaxpar.pp._place import on_whole_mesh, restricted
 
 
 @contextlib.contextmanager
@@ -18,7 +17,8 @@ def gathered(model: ModuleT, mesh: MeshLike) -> Iterator[ModuleT]:
 
     After its first step a pipelined model is spread over the devices of its stages, and a call of all of it would meet
     arrays of different devices. Inside this context each device holds what one stage would hold of every stage: arrays are
-    copied along the pipeline's axis, sharded over the other axes as before. What is assigned meanwhile is kept.
+    copied along the pipeline's axis, sharded over the other axes as before. What is assigned meanwhile is kept. If stages lie
+    on several processes, all of them must enter it, and what they assign must lie on the whole mesh.
 
     Args:
         model: a model that was given to `pipeline`; any other is left as it is.
@@ -28,7 +28,7 @@ def gathered(model: ModuleT, mesh: MeshLike) -> Iterator[ModuleT]:
         The model.
 
     Example:
-        >>> import jax.numpy as jnp, jaxpar
+        >>> import jax, jax.numpy as jnp, jaxpar
         >>> from flax import nnx
         >>> mesh = jaxpar.init_device_mesh((2,), ("pp",), devices=jax.devices()[:2])
         >>> model = nnx.Sequential(*[nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(2)])
@@ -51,4 +51,4 @@ def gathered(model: ModuleT, mesh: MeshLike) -> Iterator[ModuleT]:
     finally:
         for (variable, value), copy in zip(homes, copies, strict=True):
             now = variable.get_value()
-            variable.set_value(value if now is copy else jax.device_put(now, value.sharding))
+            variable.set_value(value if now is copy else restricted(now, value.sharding))

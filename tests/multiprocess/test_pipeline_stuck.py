@@ -10,9 +10,7 @@ from jaxpar_launch import launch
 WORKER = Path(__file__).parent / "workers" / "pipeline_stuck.py"
 
 
-@pytest.mark.parametrize(
-    ("how", "transport"), [("sleeps", "pull"), ("sleeps", "permute"), ("other_shape", "pull")]
-)
+@pytest.mark.parametrize(("how", "transport"), [("sleeps", "permute"), ("other_shape", "pull")])
 def test_a_rank_whose_neighbour_does_not_send_says_for_what_it_waits(how: str, transport: str) -> None:
     result = launch([WORKER, how, transport], nproc=2, devices_per_proc=1, timeout_s=60)
     assert result.exit_code != 0

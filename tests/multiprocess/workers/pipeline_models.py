@@ -49,16 +49,14 @@ def cases(world_size: int, num_devices: int) -> list[Case]:
     """What so many processes train."""
     return {
         (1, 1): [ONE_DEVICE],
-        # one process for each rank, a device or two
-        (2, 2): [
-            Case((("pp", 2),), "1F1B", "pull"),
-            Case((("pp", 2),), "ZBVZeroBubble", "permute", 2),
-        ],
+        # one process for each rank, two stages each
+        (2, 2): [Case((("pp", 2),), "ZBVZeroBubble", "permute", 2)],
+        # two devices each; a stage in one process, and one that spans both
         (2, 4): [
-            Case((("pp", 2), ("dp", 2)), "ZBH1", "pull"),
-            # a stage that spans both processes
-            Case((("dp", 2), ("pp", 2)), "Interleaved1F1B", "auto", 2),
+            Case((("pp", 2), ("dp", 2)), "1F1B", "pull"),
+            Case((("dp", 2), ("pp", 2)), "1F1B"),
         ],
+        # every hop goes to another process, from one or from two
         (4, 4): [
             Case((("pp", 4),), "1F1B", "pull"),
             Case((("pp", 2), ("dp", 2)), "1F1B", "permute"),
