@@ -43,7 +43,8 @@ def full_state(
         those stored. A random key is its data (`u32[2]` for the default kind).
 
     Raises:
-        ParallelizeError: `budget_bytes` is not positive, or an array lies outside a variable.
+        ParallelizeError: `budget_bytes` is not positive, an array lies outside a variable, or on a stage of a pipeline of
+            which this process has no device.
         DesyncError: the processes ask for different things.
         ProcessGroupError: a gather is needed, and some processes did not come to it in time.
 
@@ -77,6 +78,15 @@ def iter_full_state(
         raise ParallelizeError(
             f"full_state: {abstract} of {type(module).__name__} have shapes but no values yet. Build the model with "
             f"jaxpar.init_sharded(model_fn, parallelize), or fill it with load_full_state(model, state)."
+        )
+    away = [
+        a.name for a in arrays if isinstance(a.value, jax.Array) and not a.value.sharding.addressable_devices
+    ]
+    if away:
+        raise ParallelizeError(
+            f"full_state: {away[0]} and {len(away) - 1} other arrays of {type(module).__name__} lie on the devices of other processes "
+            f"only: they belong to other stages of a pipeline. Write, in every process, with jaxpar.pp.gathered(model, mesh): "
+            f"state = full_state(model)."
         )
     if any(needs_gather(a.value) for a in arrays):
         _agree(arrays, budget_bytes, rank0_only=rank0_only)

@@ -11,7 +11,8 @@ import optax
 from flax import nnx
 
 import jaxpar
-from jaxpar.fsdp import fully_shard
+from jaxpar._errors import ParallelizeError
+from jaxpar.fsdp import full_state, fully_shard
 from jaxpar.pp import gathered, get_schedule, pipeline
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "pp"))
@@ -90,9 +91,19 @@ def train(case: Case) -> tuple[dict[str, list[float]], list[np.ndarray]]:
         clip_norm=0.1,
     )
     metrics = [step(own_rows(mesh)) for _ in range(NUM_STEPS)]
+    if case.axes == (("pp", 4),):
+        try:
+            full_state(model)
+        except ParallelizeError as error:
+            assert "with jaxpar.pp.gathered(model, mesh): state = full_state(model)" in str(error)
+        else:
+            raise AssertionError("parameters of other stages were read")
     with gathered(model, mesh):
-        params = [jaxpar.mesh.full_array(x) for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
-    return {name: [float(m[name]) for m in metrics] for name in metrics[0]}, params
+        params = list(full_state(model).values())
+    evaluated = float(step.evaluate(own_rows(mesh))["loss"])
+    return {name: [float(m[name]) for m in metrics] for name in metrics[0]} | {
+        "evaluated": [evaluated]
+    }, params
 
 
 SPLITS = {2: ["blocks.1"], 4: ["blocks.0", "blocks.1", "blocks.2"]}
