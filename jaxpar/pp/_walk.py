@@ -10,7 +10,8 @@ moves to and from them: so no two processes can wait for each other, whatever th
 import collections
 import functools
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ from jaxpar.pp._schedule._schedule import Schedule
 from jaxpar.pp._stage import Stage
 from jaxpar.pp._transport._protocol import Arrival, Leaves
 
+Watch = Callable[[Action, float, Leaves], None]
 # On CPU, undrained programs with collectives deadlock beyond 33 (jax 0.10.2, two cores); see mechanics A.1.
 MAX_IN_FLIGHT_ON_CPU = 12
 
@@ -70,6 +72,7 @@ def run_schedule(
     *,
     rounds: int = 1,
     smaller: Smaller | None = None,
+    watch: Watch | None = None,
 ) -> None:
     """Run one step; `arrays` end up with the sums, the gradients, and the changed variables.
 
@@ -81,12 +84,13 @@ def run_schedule(
         ranks: where stages lie.
         rounds: how often the schedule runs, on one part of the microbatches after the other.
         smaller: programs for the last microbatches, if they have one row less.
+        watch: told of each action when it was dispatched, and what comes of it.
 
     Raises:
         ProcessGroupError: another rank did not send in time.
     """
     before = [list(a.changed) if a else [] for a in arrays]
-    run = _Run(stages, arrays, before, counts, ranks, smaller, keeps=not schedule.is_forward_only)
+    run = _Run(stages, arrays, before, counts, ranks, smaller, watch, keeps=not schedule.is_forward_only)
     for _ in range(rounds):
         for action in dispatch_order(schedule, ranks.stages_here):
             run.do(action)
@@ -111,6 +115,7 @@ class _Run:
     counts: Sequence[frozenset[int]]
     ranks: Ranks
     smaller: Smaller | None
+    watch: Watch | None
     keeps: bool
     first: int = 0
     activations: dict[tuple[int, int], Arrival] = field(default_factory=dict)
@@ -125,8 +130,12 @@ class _Run:
         a, made = self.arrays[s], None
         if a is not None:
             run = {Op.F: self._forward, Op.B: self._backward, Op.I: self._inputs, Op.W: self._weights}[op]
+            dispatched_s = time.perf_counter()
             made = run(a, s, m)
-            self._throttle((a.sums if op is Op.F else a.grads if op is not Op.I else []) or made)
+            results = (a.sums if op is Op.F else a.grads if op is not Op.I else []) or made
+            if self.watch is not None:
+                self.watch(action, dispatched_s, results)
+            self._throttle(results)
         if op is Op.F and s + 1 < len(self.stages):
             self._move(self.activations, made, s, s + 1, m)
         elif op in (Op.B, Op.I) and s > 0:

@@ -22,7 +22,7 @@ from jaxpar._pytree import PyTree
 from jaxpar.data import global_batch
 from jaxpar.fsdp._offload import on_device
 from jaxpar.mesh import assert_same_everywhere, warm_up
-from jaxpar.pp import Costs
+from jaxpar.pp import Costs, Timeline
 from jaxpar.train._clip import clipping
 from jaxpar.train._parts import Parts, check_rows, live_spec
 from jaxpar.train._update import Update
@@ -82,6 +82,13 @@ class FusedStep:
         raise ParallelizeError(
             "TrainStep.measure: times the stages of a pipeline, and the model has none. Give it to "
             "jaxpar.pp.pipeline(model, mesh['pp'], ...) first."
+        )
+
+    def trace(self, batch: PyTree, *, repeats: int) -> Timeline:
+        """There is no schedule to trace."""
+        raise ParallelizeError(
+            "TrainStep.trace: shows the actions of a pipeline's schedule, and the model has none. Give it to "
+            "jaxpar.pp.pipeline(model, mesh['pp'], ...) first; for one program there is jax.profiler.trace(folder)."
         )
 
     def _arguments(self, batch: PyTree) -> tuple[Any, ...]:

@@ -22,16 +22,18 @@ from jaxpar._errors import ParallelizeError
 from jaxpar._pytree import PyTree
 from jaxpar.fsdp._order import restart_order
 from jaxpar.mesh import assert_same_everywhere, warm_up
-from jaxpar.pp import Costs, PipelinePlan, Schedule
+from jaxpar.pp import Costs, PipelinePlan, Schedule, Timeline
 from jaxpar.pp._dealt import num_larger
 from jaxpar.pp._measure import measure
 from jaxpar.pp._place import Copies, restricted, spec_on_stage, stage_mesh
 from jaxpar.pp._ranks import Ranks, elsewhere, is_spread, wanted
+from jaxpar.pp._record import record
 from jaxpar.pp._schedule._action import Op
+from jaxpar.pp._schedule._measured import measured_timeline
 from jaxpar.pp._split_points import mark_splits
 from jaxpar.pp._stage import Stage
 from jaxpar.pp._transport._choose import transport_between
-from jaxpar.pp._walk import Smaller, StageArrays, run_schedule
+from jaxpar.pp._walk import Smaller, StageArrays, Watch, run_schedule
 from jaxpar.train._checks import check_alike, check_pipelined
 from jaxpar.train._clip import Norm
 from jaxpar.train._parts import Parts, check_dealt_rows
@@ -144,6 +146,22 @@ class PipelinedStep:
         leaves, treedef = jax.tree.flatten(batch)
         compiled = self._compiled_for(leaves, treedef)
         return measure(compiled.stages, self._arrays(compiled, leaves), self._ranks, repeats=repeats)
+
+    def trace(self, batch: PyTree, *, repeats: int) -> Timeline:
+        """When each action of one run of the schedule began and ended; nothing is trained."""
+        leaves, treedef = jax.tree.flatten(batch)
+        compiled = self._compiled_for(leaves, treedef)
+        costs = self.measure(batch, repeats=repeats)
+        schedule = self._plan.schedule
+        times = {}
+        for _ in range(2):  # the first one compiles
+            arrays = jax.block_until_ready(self._arrays(compiled, leaves))
+            times = record(
+                lambda watch, arrays=arrays: self._run(schedule, compiled, arrays, rounds=1, watch=watch),
+                self._ranks,
+            )
+            self._ranks.transport.wait()
+        return measured_timeline(schedule, costs, times)
 
     # Once per shape of the batch
 
@@ -286,7 +304,13 @@ class PipelinedStep:
         return dict(metrics) | self._optimizer(grads)
 
     def _run(
-        self, schedule: Schedule, compiled: Compiled, arrays: Sequence[StageArrays | None]
+        self,
+        schedule: Schedule,
+        compiled: Compiled,
+        arrays: Sequence[StageArrays | None],
+        *,
+        rounds: int | None = None,
+        watch: Watch | None = None,
     ) -> list[Leaves | None]:
         """Walks the schedule; returns the sums of losses and metrics of each stage that is here."""
         counts = [
@@ -299,8 +323,9 @@ class PipelinedStep:
             arrays,
             counts,
             self._ranks,
-            rounds=self._local.accumulate,
+            rounds=rounds or self._local.accumulate,
             smaller=compiled.smaller,
+            watch=watch,
         )
         return [None if a is None else a.sums for a in arrays]
 

@@ -6,7 +6,9 @@ given to `pipeline`          `PipelinedStep`: a few programs for each stage, in 
 """
 
 import math
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,8 +25,9 @@ from jaxpar.fsdp._whole import Units
 from jaxpar.fsdp._zero1 import cuts_of
 from jaxpar.mesh import MeshLike, as_jax_mesh, axes_of
 from jaxpar.mesh._flat_buffers import default_flatten_below_bytes
-from jaxpar.pp import Costs, PipelinePlan, plan_of
+from jaxpar.pp import Costs, PipelinePlan, Timeline, plan_of, simulate
 from jaxpar.pp._place import onto_whole_mesh
+from jaxpar.pp._schedule._render._beside import check_trace_path, render_beside
 from jaxpar.train._checks import check_cuts, check_plan, check_records, check_units
 from jaxpar.train._dropout import Positions, own_counts
 from jaxpar.train._fused import FusedStep
@@ -261,6 +264,46 @@ class TrainStep:
             (2, True)
         """
         return self._engine.measure(batch, repeats=repeats)
+
+    def trace(self, batch: PyTree, path: "str | os.PathLike[str]", *, repeats: int = 5) -> Timeline:
+        """Writes when the actions of a pipelined step really run, next to what `simulate` makes of the measured costs.
+
+        One run of the schedule is watched, as it is dispatched in every step; nothing is trained, and the model is not changed.
+        `path` is a trace that Chrome and Perfetto open, with a process "measured" and one "simulated"; beside it lies a
+        picture of both, `.svg`. A method and not an option, because waiting for each action costs: it shows the step that
+        you ask for. Source: PyTorch's chrome trace of the pipeline's runtime.
+
+        Args:
+            batch: as for a step.
+            path: ends in .json.
+            repeats: as for `measure`.
+
+        Returns:
+            What was measured, in seconds; `simulate(timeline.schedule, timeline.costs)` is what was simulated.
+
+        Raises:
+            ParallelizeError: the model was not given to `pipeline`.
+            ScheduleError: the path does not end in .json, or matplotlib is not installed.
+
+        Example:
+            >>> import jax, jaxpar, optax, tempfile
+            >>> from flax import nnx
+            >>> mesh = jaxpar.init_device_mesh((2,), ("pp",), devices=jax.devices()[:2])
+            >>> model = nnx.Sequential(*[nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(2)])
+            >>> model = jaxpar.pp.pipeline(model, mesh["pp"], n_stages=2, n_microbatches=2)
+            >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+            >>> step = jaxpar.TrainStep(lambda m, x: (m(x) ** 2).mean(), model, optimizer, mesh=mesh)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     timeline = step.trace(jax.numpy.ones((8, 4)), f"{folder}/pp.json", repeats=1)
+            >>> [str(event.action) for event in timeline.events[1]]
+            ['1F0', '1B0', '1F1', '1B1']
+        """
+        check_trace_path(Path(path))
+        timeline = self._engine.trace(batch, repeats=repeats)
+        if jax.process_index() == 0:
+            simulated = simulate(timeline.schedule, timeline.costs)
+            render_beside({"measured": timeline, "simulated": simulated}, Path(path))
+        return timeline
 
     def _summed_over(self, live: tuple[str, ...], variable: nnx.Variable[Any]) -> tuple[str, ...]:
         """Axes over which the gradients of a parameter are terms of a sum; the step takes it in a bucket."""

@@ -3,11 +3,15 @@
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxpar._errors import ScheduleError
 from jaxpar.pp._schedule._render._figure import draw
 from jaxpar.pp._schedule._render._trace import chrome_trace
 from jaxpar.pp._schedule._timeline import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _PICTURES = (".svg", ".png", ".pdf")
 
@@ -34,18 +38,18 @@ def render(timeline: Timeline, path: "str | os.PathLike[str]") -> None:
     if suffix == ".json":
         Path(path).write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
     elif suffix in _PICTURES:
-        _save(timeline, Path(path), suffix)
+        save(draw(timeline), Path(path))
     else:
         raise ScheduleError(
             f"render: {str(path)!r} ends in {suffix!r}. Pictures end in {', '.join(_PICTURES)}, a trace in .json."
         )
 
 
-def _save(timeline: Timeline, path: Path, suffix: str) -> None:
-    figure = draw(timeline)
+def save(figure: "Figure", path: Path) -> None:
+    """Write a figure; the same one gives the same file."""
     import matplotlib
 
     # Without these an SVG carries today's date and random identifiers.
-    undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix)
+    undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix.lower())
     with matplotlib.rc_context({"svg.hashsalt": "jaxpar", "svg.fonttype": "none"}):
         figure.savefig(path, metadata=undated, dpi=150)
