@@ -97,7 +97,7 @@ def test_starts_are_what_an_action_waited_for() -> None:
     }
     assert timeline.makespan == 10.0
     assert [(m.source, m.target, str(m.action)) for m in timeline.messages] == [
-        (0, 1, "0F0"), (1, 0, "1B0"), (0, 1, "0F1"), (1, 0, "1B1")
+        (0, 1, "0F0"), (0, 1, "0F1"), (1, 0, "1B0"), (1, 0, "1B1")
     ]  # fmt: skip
 
 
