@@ -82,6 +82,16 @@ class Units:
             tuple(Members(u, tuple(vs), tuple(place[id(v)] for v in vs)) for u, vs in found.values() if vs)
         )
 
+    def among(self, which: Sequence[int]) -> "Units":
+        """The same for some of the leaves, which then are numbered as they are listed here."""
+        place = {leaf: i for i, leaf in enumerate(which)}
+        members = []
+        for each in self.members:
+            kept = [(v, place[i]) for v, i in zip(each.variables, each.leaves, strict=True) if i in place]
+            if kept:
+                members.append(Members(each.unit, tuple(v for v, _ in kept), tuple(i for _, i in kept)))
+        return Units(tuple(members))
+
     @property
     def leaves(self) -> frozenset[int]:
         """The positions of all leaves that are in a unit."""

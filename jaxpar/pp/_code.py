@@ -31,6 +31,7 @@ class StageCode:
 
     Args:
         params: which parameters it uses, by number in the whole program; all of them are trained.
+        param_types: their types.
         others: which other inputs it uses: variables that are not trained, then the batch.
         results: which outputs of the whole program it makes.
         received: types of what comes from the stage before.
@@ -48,6 +49,7 @@ class StageCode:
     """
 
     params: tuple[int, ...]
+    param_types: tuple[Any, ...]
     others: tuple[int, ...]
     results: tuple[int, ...]
     received: tuple[Any, ...]
@@ -161,6 +163,7 @@ def _stage(
     types = tuple(closed.out_avals)
     stage = StageCode(
         params=params,
+        param_types=_types(full),
         others=others,
         results=piece.results,
         received=_types(received),

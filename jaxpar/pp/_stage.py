@@ -43,6 +43,7 @@ class Kinds:
         rest_marks: for each other variable, the axes over which the forward lets it vary.
         num_sums: how many outputs are summed.
         n_microbatches: in how many parts each device takes its rows.
+        is_gathered: whether programs are given whole parameters, gathered before, as they lie between programs.
         is_smaller: whether these programs are for the smaller ones, if they cannot be equal.
     """
 
@@ -53,6 +54,7 @@ class Kinds:
     rest_marks: tuple[tuple[str, ...], ...]
     num_sums: int
     n_microbatches: int
+    is_gathered: bool
     is_smaller: bool = False
 
 
@@ -260,6 +262,8 @@ class Stage:
 
     @property
     def _param_specs(self) -> list[PartitionSpec]:
+        if self.kinds.is_gathered:
+            return self.specs(self.code.param_types)
         return [self.kinds.params[i] for i in self.code.params]
 
     @property
@@ -268,6 +272,8 @@ class Stage:
         return (self._param_specs, *map(self.specs, (code.kept, code.received, code.gradients_after)))
 
     def _marked(self, params: Leaves) -> Leaves:
+        if self.kinds.is_gathered:
+            return _unstack(params)
         return [vary(p, self.kinds.param_marks[i]) for i, p in zip(self.code.params, params, strict=True)]
 
     def _others(self, fixed: Leaves, changed: Leaves, batch: Leaves, number: Any) -> Leaves:

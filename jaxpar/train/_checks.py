@@ -72,14 +72,16 @@ def check_pipelined(parts: Parts, plan: PipelinePlan) -> None:
     """Refuses options that a pipelined step does not have.
 
     Raises:
-        ParallelizeError: units gathered once for all microbatches, ZeRO-1, a hook with state, parameters in host memory or split
+        ParallelizeError: units with frozen parameters gathered once for all microbatches, ZeRO-1, a hook with state, parameters in host memory or split
             over the pipeline's axis.
     """
     local = parts.local
-    if local.units is not None:
+    num_params = len(parts.model.chosen)
+    frozen = sorted(i for i in (local.units.leaves if local.units else ()) if i >= num_params)
+    if frozen:
         raise ParallelizeError(
-            "TrainStep: accumulate_unsharded gathers all units before all microbatches, which a pipelined model does not offer: its "
-            "units gather in each. Remove accumulate_unsharded."
+            f"TrainStep: accumulate_unsharded of a pipelined model gathers what is trained only, and a unit of fully_shard holds "
+            f"{len(frozen)} frozen variables. Remove accumulate_unsharded, or write fully_shard(..., ignored_params=[...]) with the frozen ones."
         )
     if any(parts.cuts):
         raise ParallelizeError(

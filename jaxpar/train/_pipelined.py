@@ -42,6 +42,7 @@ from jaxpar.train._stage_end import GradientsOfStage, MeansOfAll
 from jaxpar.train._stage_metrics import StageMetrics
 from jaxpar.train._stage_optimizer import StageOptimizer
 from jaxpar.train._stage_trace import LossTrace, Traced
+from jaxpar.train._stage_units import units_of_stage
 from jaxpar.train._variables import Variables
 
 Leaves = list[Any]
@@ -54,6 +55,7 @@ class Compiled:
     Args:
         stages: the programs of each stage.
         ends: for each stage, gradients from their sums.
+        gathers: for each stage, whole parameters from those stored; None: its units gather in each microbatch.
         smaller: the same programs for microbatches with one row less, if there are some.
         metrics: sums of all stages to metrics, on every rank.
         borrowed: for each stage, the parameters and other variables that it uses and another rank owns.
@@ -62,6 +64,7 @@ class Compiled:
     stages: tuple[Stage, ...]
     smaller: Smaller | None
     ends: tuple[Callable[..., Any], ...]
+    gathers: tuple[Callable[..., Any] | None, ...]
     metrics: StageMetrics
     borrowed: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
@@ -196,6 +199,7 @@ class PipelinedStep:
             stages=stages,
             smaller=smaller,
             ends=() if trace.is_forward_only else tuple(map(self._end_of, stages)),
+            gathers=tuple(map(self._gather_of, stages)),
             metrics=StageMetrics.of(stages, means, self._ranks),
             borrowed=tuple(map(self._borrowed, range(len(stages)), stages)),
         )
@@ -244,9 +248,16 @@ class PipelinedStep:
     def _end_of(self, stage: Stage) -> Callable[..., Any]:
         params = stage.code.params
         end = GradientsOfStage(
-            self._local.sums.of(params), self._local, tuple(self._local.rest_axes[i] for i in stage.changed)
+            self._local.sums.of(params),
+            self._local,
+            tuple(self._local.rest_axes[i] for i in stage.changed),
+            units_of_stage(self._local.units, self._local.sums, params),
         )
         return end.compiled(stage)
+
+    def _gather_of(self, stage: Stage) -> Callable[..., Any] | None:
+        units = units_of_stage(self._local.units, self._local.sums, stage.code.params)
+        return None if units is None else units.gathering(stage)
 
     def _place(self, stages: Sequence[Stage]) -> None:
         """Move every parameter, variable and piece of optimizer state to the devices of the stage that owns it."""
@@ -334,18 +345,25 @@ class PipelinedStep:
         params, rest = self._model.values()
         arrays: list[StageArrays | None] = []
         for s, stage in enumerate(compiled.stages):
-            rank, (of_params, of_rest) = self._ranks.of_stage[s], compiled.borrowed[s]
-            lent = {i: self._copies.on(rank, i, params[i], self._trace.params[i]) for i in of_params}
+            rank, (_, of_rest) = self._ranks.of_stage[s], compiled.borrowed[s]
+            mine = self._stored(s, compiled, params)
             lent_rest = {i: self._copies.on(rank, ("rest", i), rest[i], self._trace.rest[i]) for i in of_rest}
             if rank not in self._ranks.here:
                 arrays.append(None)
                 continue
-            mine = [lent.get(i, params[i]) for i in stage.code.params]
+            gather = compiled.gathers[s]
+            mine = mine if gather is None else gather(mine)
             sums, grads, changed = stage.start(mine, [lent_rest.get(i, rest[i]) for i in stage.changed])
             fixed = [lent_rest.get(i, rest[i]) for i in stage.fixed]
             rows = [self._batch.on(stage.mesh, batch[i]) for i in stage.arrays]
             arrays.append(StageArrays(mine, fixed, changed, rows, sums, grads))
         return arrays
+
+    def _stored(self, s: int, compiled: Compiled, params: Leaves) -> Leaves:
+        """The parameters that a stage uses, as they are stored; what another rank owns is fetched once in a step."""
+        rank, (borrowed, _) = self._ranks.of_stage[s], compiled.borrowed[s]
+        lent = {i: self._copies.on(rank, i, params[i], self._trace.params[i]) for i in borrowed}
+        return [lent.get(i, params[i]) for i in compiled.stages[s].code.params]
 
     def _gradients(
         self,
@@ -362,7 +380,7 @@ class PipelinedStep:
             reduced: Leaves = [None] * len(params)
             if a is not None:
                 scale = scale_on[self._ranks.of_stage[s]]
-                made, changed = end(a.params, a.grads, a.changed, scale)
+                made, changed = end(self._stored(s, compiled, params), a.grads, a.changed, scale)
                 changes.update({(s, i): x for i, x in zip(stage.changed, changed, strict=True)})
                 for i, g in zip(stage.code.params, made, strict=True):
                     reduced[i] = g

@@ -18,6 +18,7 @@ from jaxpar.pp._stacked import spec, unstack
 from jaxpar.pp._stage import Stage
 from jaxpar.train._local import LocalStep
 from jaxpar.train._metrics import sum_over_ranks, values
+from jaxpar.train._stage_units import StageUnits
 from jaxpar.train._sums import GradientSums
 
 Leaves = list[Any]
@@ -60,17 +61,22 @@ class GradientsOfStage:
         sums: how the stage's parameters are summed.
         local: the step's options.
         changed_axes: for each variable that the stage changed, the axes over which it must be made equal.
+        units: whose gradients are of whole parameters, to be scattered here; None: they were in each backward.
     """
 
     sums: GradientSums
     local: LocalStep
     changed_axes: tuple[tuple[str, ...], ...]
+    units: StageUnits | None
 
     def compiled(self, stage: Stage) -> Callable[..., Any]:
         """`(params, gradients and variables between programs, 1 / count) -> (gradients, variables)`."""
 
         def run(params: Leaves, grads: Leaves, changed: Leaves, scale: jax.Array) -> tuple[Leaves, Leaves]:
-            scaled = [(unstack(g) * scale).astype(p.dtype) for g, p in zip(grads, params, strict=True)]
+            grads = [unstack(g) for g in grads]
+            if self.units is not None:
+                grads = self.units.scattered(grads, params)
+            scaled = [(g * scale).astype(p.dtype) for g, p in zip(grads, params, strict=True)]
             states = self.sums.reduction.init_states(params)  # of a stateless hook: nothing
             reduced, _ = self.sums.after_backward(scaled, states, self.sums.plan(params), scale)
             return reduced, self.local.made_equal([unstack(x) for x in changed], self.changed_axes)

@@ -103,6 +103,8 @@ class LossTrace:
         is_smaller: bool,
     ) -> Traced:
         params = self.local.sums.marked(params)
+        if self.local.units is not None:
+            params = self.local.units.gather([*params, *rest])[: len(params)]
         rows = [x[: dealt(x.shape[0], self.n_microbatches, is_smaller=is_smaller)[0]] for x in batch]
         local, weight = self._of_size(batch, is_smaller=is_smaller)
         structures: list[Any] = []
@@ -142,6 +144,7 @@ class LossTrace:
             rest_marks=marks,
             num_sums=num_sums,
             n_microbatches=self.n_microbatches,
+            is_gathered=self.local.units is not None,
             is_smaller=is_smaller,
         )
         return Traced(codes, kinds, structures[-1])

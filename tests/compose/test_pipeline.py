@@ -69,6 +69,7 @@ class Layout:
     axes: dict[str, int]
     wraps: tuple[Callable[[Any, Any], None], ...]
     schedule: str = "1F1B"
+    is_unsharded: bool = False
 
     @property
     def split(self) -> dict[str, Any]:
@@ -76,7 +77,8 @@ class Layout:
         return BETWEEN_UNITS if has_units else WITHIN_BLOCK
 
     def __str__(self) -> str:
-        return "-".join((*(wrap.__name__ for wrap in self.wraps), self.schedule))
+        names = (*(wrap.__name__ for wrap in self.wraps), self.schedule)
+        return "-".join((*names, "gathered_once") if self.is_unsharded else names)
 
 
 LAYOUTS = [
@@ -84,6 +86,7 @@ LAYOUTS = [
     Layout({"pp": 2, "dp": 4}, (fsdp,), "ZBH1"),
     Layout({"replica": 2, "pp": 2, "dp": 2}, (hsdp,)),
     Layout({"pp": 2, "dp": 1, "tp": 2}, (tp,)),
+    Layout({"pp": 2, "dp": 2}, (fsdp,), "ZBH1", is_unsharded=True),
     Layout({"pp": 2, "dp": 2, "tp": 2}, (fsdp, tp), "GPipe"),
     Layout({"pp": 2, "dp": 2, "tp": 2}, (sp, fsdp)),
 ]
@@ -110,6 +113,7 @@ def trained(layout: Layout | None) -> tuple[dict[str, list[float]], list[np.ndar
         mesh=mesh,
         batch_axes=tuple(axis for axis in ("replica", "dp") if axis in axes),
         accumulate=1 if layout is not None else 4,
+        accumulate_unsharded=layout is not None and layout.is_unsharded,
         clip_norm=0.1,
     )
     metrics = [step(batch) for _ in range(NUM_STEPS)]

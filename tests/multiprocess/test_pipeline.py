@@ -10,7 +10,7 @@ from jaxpar_launch import launch
 
 WORKERS = Path(__file__).parent / "workers"
 sys.path.insert(0, str(WORKERS))
-import pipeline_models as models
+import pipeline_models as models  # noqa: E402
 
 RTOL = 1e-12
 Found = dict[str, dict[str, np.ndarray]]

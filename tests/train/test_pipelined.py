@@ -58,10 +58,6 @@ def pipelined(mesh: DeviceMesh, model: Any = None) -> Any:
             {"batch_axes": ("pp", "dp")},
             "'pp' is the pipeline's axis, and is named among the axes that split the batch",
         ),
-        (
-            {"accumulate": 3, "accumulate_unsharded": True},
-            "accumulate_unsharded gathers all units before all microbatches",
-        ),
     ],
 )
 def test_options_that_a_pipeline_has_in_another_way(options: dict[str, Any], message: str) -> None:
@@ -221,3 +217,54 @@ def test_running_statistics_follow_the_microbatches_or_are_refused() -> None:
 def test_stages_are_at_least_one() -> None:
     with pytest.raises(ParallelizeError, match="n_stages=0 must be at least 1"):
         pipeline(make_model(), make_mesh()["pp"], n_stages=0, n_microbatches=2)
+
+
+# Gathered once
+
+
+class Two(nnx.Module):
+    """A layer for each stage."""
+
+    def __init__(self) -> None:
+        self.layers = nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(2)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.layers[1](jnp.tanh(self.layers[0](x)))
+
+
+def sharded(mesh: DeviceMesh) -> Any:
+    return pipelined(mesh, fully_shard(Two(), mesh["dp"], units="layers.*"))
+
+
+@pytest.mark.parametrize("is_unsharded", [False, True])
+def test_units_are_gathered_in_each_microbatch_or_once_in_a_step(is_unsharded: bool) -> None:
+    mesh = make_mesh(2)
+    step = make_step(sharded(mesh), mesh, batch_axes="dp", accumulate_unsharded=is_unsharded)
+    engine: Any = step._engine
+    leaves, treedef = jax.tree.flatten(BATCH)
+    compiled = engine._compiled_for(leaves, treedef)
+    stage, a = compiled.stages[1], engine._arrays(compiled, leaves)[1]
+    received, after = (
+        [jnp.zeros(t.shape, t.dtype, device=t.sharding) for t in some]
+        for some in (stage.received, stage.after)
+    )
+    F = stage.forward.lower(a.params, a.fixed, a.changed, a.batch, np.int32(0), received, a.sums)
+    _, kept, *_ = stage.forward(a.params, a.fixed, a.changed, a.batch, np.int32(0), received, a.sums)
+    B = stage.backward.lower(a.params, kept, received, after, a.grads)
+    in_microbatch = "\n".join(program.compile().as_text() for program in (F, B))
+    assert ("all-gather" in in_microbatch) == ("reduce-scatter" in in_microbatch) == (not is_unsharded)
+    assert (compiled.gathers[1] is not None) == is_unsharded
+
+
+class Frozen(nnx.Param):
+    """Sharded by its unit, and not trained."""
+
+
+def test_frozen_variables_of_units_are_not_gathered_once() -> None:
+    mesh, model = make_mesh(), Two()
+    model.layers[0].kernel = Frozen(model.layers[0].kernel.get_value())
+    pipelined(mesh, fully_shard(model, mesh["dp"], units="layers.*"))
+    trained = nnx.All(nnx.Param, nnx.Not(Frozen))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=trained)
+    with pytest.raises(ParallelizeError, match=r"holds 1 frozen variables.*ignored_params"):
+        jaxpar.TrainStep(loss_fn, model, optimizer, mesh=mesh, batch_axes="dp", accumulate_unsharded=True)
