@@ -40,4 +40,5 @@ def test_there_are_notebooks() -> None:
         "02_fsdp",
         "03_tensor_parallel",
         "04_schedules",
+        "05_pipeline",
     ]
