@@ -6,7 +6,7 @@ TrainStep(loss_fn, model, ...)     traces the loss once, cuts it, and runs the s
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from flax import nnx
 
@@ -22,6 +22,7 @@ from jaxpar.pp._split_points import SplitPoint, Splits, check_splits
 from jaxpar.pp._transport._choose import TransportName, check_transport
 
 PLAN = "_jaxpar_pipeline"
+Executor = Literal["mpmd", "spmd"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class PipelinePlan:
         schedule: who does what, in which order.
         remat: whether a stage keeps only what it receives, and computes its forward again in the backward.
         transport: how arrays get from stage to stage between processes.
+        executor: what runs the schedule.
     """
 
     axis: str
@@ -41,6 +43,7 @@ class PipelinePlan:
     schedule: Schedule
     remat: bool
     transport: TransportName
+    executor: Executor = "mpmd"
 
 
 def pipeline(
@@ -55,6 +58,7 @@ def pipeline(
     n_microbatches: int | None = None,
     remat: bool = False,
     transport: TransportName = "auto",
+    executor: Executor = "mpmd",
 ) -> ModuleT:
     """Pipelines a model over a mesh axis: `TrainStep` cuts its loss into stages and runs them by the schedule.
 
@@ -82,6 +86,11 @@ def pipeline(
         transport: between processes: "pull" posts what is sent at a server of each process, and the neighbour pulls it
             (`jax.experimental.transfer`; asynchronous); "permute" runs one small collective program on the devices of both
             ranks for each message. "auto" takes the first where the platform has it. Within a process the runtime copies.
+        executor: what runs the schedule. `"mpmd"`: a program for each action, on the devices of its stage; ranks wait only for
+            what they need. `"spmd"`: the whole schedule as one program over the whole mesh, a loop of ticks: nothing is
+            dispatched between actions, messages travel beside computations, and the program can be compiled ahead of time;
+            but a tick lasts as long as its slowest rank (`simulate(..., lockstep=True)`), so stages should be alike and the
+            schedule made for it: "LockStep1F1B". Take it where actions are short against the cost of a dispatch.
 
     Returns:
         The same object.
@@ -107,6 +116,8 @@ def pipeline(
             f"pipeline: stages lie along one mesh axis, got a mesh with the axes {names}. Write pipeline(model, mesh['pp'])."
         )
     n_ranks = as_jax_mesh(mesh).shape[names[0]]
+    if executor not in get_args(Executor):
+        raise ParallelizeError(f"pipeline: executor={executor!r} is none of {get_args(Executor)}.")
     if split_spec is not None and n_stages is not None:
         raise ParallelizeError(
             "pipeline: give split_spec or n_stages, not both: one says where, the other how many."
@@ -128,7 +139,12 @@ def pipeline(
         )
         splits = balanced_splits(model, wanted, balance=balance, sample=sample)
     plan = PipelinePlan(
-        names[0], splits, _schedule(schedule, n_ranks, len(splits) + 1, n_microbatches), remat, transport
+        names[0],
+        splits,
+        _schedule(schedule, n_ranks, len(splits) + 1, n_microbatches),
+        remat,
+        transport,
+        executor,
     )
     return swap_class(model, "Pipelined", _call, {PLAN: plan})
 

@@ -141,17 +141,11 @@ class Stage:
             number: Any,
             received: Leaves,
             sums: Leaves,
-        ) -> tuple[Leaves, Leaves, Leaves, Leaves]:
-            others = self._others(fixed, _unstack(changed), batch, number)
-            values = iter(self.code.forward(*self._marked(params), *others, *_unstack(received)))
-            sent, results, kept = (
-                [next(values) for _ in types]
-                for types in (self.code.sent, self.code.result_types, self.code.kept)
+        ) -> tuple[Leaves, ...]:
+            made = self.run_forward(
+                params, fixed, _unstack(changed), batch, number, _unstack(received), _unstack(sums)
             )
-            made = dict(zip(self.code.results, results, strict=True))
-            sums = [old + made[i] for i, old in zip(self.sums, _unstack(sums), strict=True)]
-            changed = [made[self.kinds.num_sums + i] for i in self.changed]
-            return _stack(sent), _stack(kept), _stack(changed), _stack(sums)
+            return tuple(map(_stack, made))
 
         fixed = [self.kinds.rest[i] for i in self.fixed]
         batch = [self.kinds.batch for _ in self.arrays]
@@ -178,7 +172,7 @@ class Stage:
         def run(
             params: Leaves, kept: Leaves, received: Leaves, after: Leaves, grads: Leaves
         ) -> tuple[Leaves, Leaves]:
-            values = (self._marked(params), *map(_unstack, (kept, received, after)))
+            values = (self.marked(params), *map(_unstack, (kept, received, after)))
             outputs = self.code.backward(*(x for leaves in values for x in leaves))
             new, before = outputs[: len(grads)], outputs[len(grads) :]
             return _stack(before), _stack(_added(_unstack(grads), new))
@@ -193,7 +187,7 @@ class Stage:
         """`(params, kept, received, gradients of sent) -> (gradients of received, carry)`."""
 
         def run(params: Leaves, kept: Leaves, received: Leaves, after: Leaves) -> tuple[Leaves, Leaves]:
-            values = (self._marked(params), *map(_unstack, (kept, received, after)))
+            values = (self.marked(params), *map(_unstack, (kept, received, after)))
             outputs = self.code.halves.first(*(x for leaves in values for x in leaves))
             num = self.code.halves.num_first
             return _stack(outputs[:num]), _stack(outputs[num:])
@@ -218,7 +212,7 @@ class Stage:
         types = [*self.code.kept, *self.code.received, *self.code.gradients_after]
 
         def run(params: Leaves, used: Leaves, carry: Leaves, grads: Leaves) -> Leaves:
-            marked = self._marked(params)
+            marked = self.marked(params)
             of_params = [marked[i] for i in uses if i < num_params]
             new = self.code.halves.second(*of_params, *_unstack(used), *_unstack(carry))
             return _stack(_added(_unstack(grads), new))
@@ -271,7 +265,29 @@ class Stage:
         code = self.code
         return (self._param_specs, *map(self.specs, (code.kept, code.received, code.gradients_after)))
 
-    def _marked(self, params: Leaves) -> Leaves:
+    def run_forward(
+        self,
+        params: Leaves,
+        fixed: Leaves,
+        changed: Leaves,
+        batch: Leaves,
+        number: Any,
+        received: Leaves,
+        sums: Leaves,
+    ) -> tuple[Leaves, Leaves, Leaves, Leaves]:
+        """F on one device: `(sent, kept, changed variables, sums)`."""
+        others = self._others(fixed, changed, batch, number)
+        values = iter(self.code.forward(*self.marked(params), *others, *received))
+        sent, results, kept = (
+            [next(values) for _ in types]
+            for types in (self.code.sent, self.code.result_types, self.code.kept)
+        )
+        made = dict(zip(self.code.results, results, strict=True))
+        sums = [old + made[i] for i, old in zip(self.sums, sums, strict=True)]
+        return sent, kept, [made[self.kinds.num_sums + i] for i in self.changed], sums
+
+    def marked(self, params: Leaves) -> Leaves:
+        """This device's parameters as the programs take them."""
         if self.kinds.is_gathered:
             return _unstack(params)
         return [vary(p, self.kinds.param_marks[i]) for i, p in zip(self.code.params, params, strict=True)]

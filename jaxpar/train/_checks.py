@@ -76,6 +76,8 @@ def check_pipelined(parts: Parts, plan: PipelinePlan) -> None:
             over the pipeline's axis.
     """
     local = parts.local
+    if plan.executor == "spmd":
+        _check_one_program(parts, plan)
     num_params = len(parts.model.chosen)
     frozen = sorted(i for i in (local.units.leaves if local.units else ()) if i >= num_params)
     if frozen:
@@ -134,6 +136,20 @@ def check_alike(larger: Sequence[Stage], smaller: Sequence[Stage]) -> None:
                 f"microbatches: the loss depends on the number of rows in another way than through its arrays. Give a batch whose "
                 f"rows divide into {one.kinds.n_microbatches} microbatches on each rank."
             )
+
+
+def _check_one_program(parts: Parts, plan: PipelinePlan) -> None:
+    if parts.local.accumulate > 1:
+        raise ParallelizeError(
+            f"TrainStep: accumulate={parts.local.accumulate} runs a schedule several times before an update, which pipeline(executor="
+            f'"spmd") does not offer. Write n_microbatches={plan.schedule.n_microbatches * parts.local.accumulate}: under 1F1B memory '
+            f'does not grow with them. Or take executor="mpmd".'
+        )
+    if parts.local.units is not None:
+        raise ParallelizeError(
+            'TrainStep: accumulate_unsharded is not offered with pipeline(executor="spmd"), whose units gather in each microbatch. '
+            'Remove accumulate_unsharded, or take executor="mpmd".'
+        )
 
 
 def _device_memory(mesh: jax.sharding.Mesh) -> tuple[str, ...]:

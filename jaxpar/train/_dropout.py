@@ -36,6 +36,7 @@ class Positions:
         num_rows: of each part.
         rows_of_rank: of each device, if its parts are not equal; else 0.
         first_row: where its first part would begin if all had as many rows as this one.
+        stages: axes along which all ranks see the same rows and sequences, whatever JAX's types say.
     """
 
     rows: tuple[str, ...]
@@ -44,6 +45,7 @@ class Positions:
     num_rows: int = 0
     rows_of_rank: int = 0
     first_row: int = 0
+    stages: tuple[str, ...] = ()
 
     def first(self, rank: Any, part: Any, size: int) -> Any:
         """Number of the first of the `size` rows of a part, among those of all devices."""
@@ -111,7 +113,9 @@ def _splits(module: Any, inputs: jax.Array) -> list[tuple[int, str]]:
     if isinstance(style, SequenceParallel) and style.axis is not None and is_live(style.axis):
         splits = [split for split in splits if split[1] != style.axis]
         splits.append((style.sequence_dim % inputs.ndim, style.axis))
-    foreign = sorted(varying_axes(inputs) - {*positions.rows, *(axis for _, axis in splits)})
+    foreign = sorted(
+        varying_axes(inputs) - {*positions.rows, *positions.stages, *(axis for _, axis in splits)}
+    )
     if style is None and foreign:
         raise ParallelizeError(
             f"TrainStep: an nnx.Dropout(rate={module.rate}) has {inputs.dtype}{list(inputs.shape)} on each device, which differs between "

@@ -31,11 +31,13 @@ from jaxpar.pp._record import record
 from jaxpar.pp._schedule._action import Op
 from jaxpar.pp._schedule._measured import measured_timeline
 from jaxpar.pp._split_points import mark_splits
+from jaxpar.pp._spmd._run import OneProgram
 from jaxpar.pp._stage import Stage
 from jaxpar.pp._transport._choose import transport_between
 from jaxpar.pp._walk import Smaller, StageArrays, Watch, run_schedule
 from jaxpar.train._checks import check_alike, check_pipelined
 from jaxpar.train._clip import Norm
+from jaxpar.train._one_program import one_program, refuse_unequal
 from jaxpar.train._parts import Parts, check_dealt_rows
 from jaxpar.train._stage_batch import StageBatch
 from jaxpar.train._stage_end import GradientsOfStage, MeansOfAll
@@ -59,6 +61,7 @@ class Compiled:
         smaller: the same programs for microbatches with one row less, if there are some.
         metrics: sums of all stages to metrics, on every rank.
         borrowed: for each stage, the parameters and other variables that it uses and another rank owns.
+        program: the schedule as one program, if that is how it runs.
     """
 
     stages: tuple[Stage, ...]
@@ -67,6 +70,7 @@ class Compiled:
     gathers: tuple[Callable[..., Any] | None, ...]
     metrics: StageMetrics
     borrowed: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    program: OneProgram | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,11 +142,17 @@ class PipelinedStep:
         return dict(metrics)
 
     def lower(self, batch: PyTree) -> jax.stages.Lowered:
-        """There is no one program to lower."""
-        raise ParallelizeError(
-            "TrainStep.lower: a pipelined step is not one program but several for each stage. Lower the step of the model without "
-            "pipeline(...), or look at the plan: simulate(plan_of(model).schedule)."
-        )
+        """The schedule's program, forward to sums of gradients, if it is one; nothing is placed."""
+        if self._plan.executor == "mpmd":
+            raise ParallelizeError(
+                "TrainStep.lower: a pipelined step is not one program but several for each stage. Lower the step of the model "
+                'without pipeline(...), look at the plan: simulate(plan_of(model).schedule), or give pipeline(executor="spmd"), '
+                "whose schedule is one program."
+            )
+        leaves, treedef = jax.tree.flatten(batch)
+        shapes = self._batch.shapes(leaves)
+        _, stages = self._stages(self._trace, shapes, treedef)
+        return self._one_program(stages, shapes, treedef).lower(self._plan.schedule, self._counts(stages))
 
     def measure(self, batch: PyTree, *, repeats: int) -> Costs:
         """Times the programs of each stage, alone; nothing is trained."""
@@ -186,6 +196,8 @@ class PipelinedStep:
         self._meet(batch)
         num_parts = math.prod(self._parts.mesh.shape[axis] for axis in self._parts.batch_axes)
         num_rows = check_dealt_rows(batch, num_parts, trace.n_microbatches, self._parts.batch_axes)
+        if self._plan.executor == "spmd":
+            refuse_unequal(num_rows, trace.n_microbatches, num_parts)
         traced, stages = self._stages(trace, batch, treedef)
         smaller, first = None, num_larger(num_rows, trace.n_microbatches)
         if first:
@@ -202,7 +214,16 @@ class PipelinedStep:
             gathers=tuple(map(self._gather_of, stages)),
             metrics=StageMetrics.of(stages, means, self._ranks),
             borrowed=tuple(map(self._borrowed, range(len(stages)), stages)),
+            program=None
+            if self._plan.executor == "mpmd" or trace.is_forward_only
+            else self._one_program(stages, batch, treedef),
         )
+
+    def _one_program(
+        self, stages: Sequence[Stage], batch: Sequence[jax.ShapeDtypeStruct], treedef: Any
+    ) -> OneProgram:
+        mesh, axis = self._parts.mesh, self._plan.axis
+        return one_program(self._trace, stages, mesh, axis, *self._model.values(), batch, treedef)
 
     def _stages(
         self,
@@ -227,6 +248,7 @@ class PipelinedStep:
             "batch": str([f"{x.dtype}{list(x.shape)}" for x in batch]),
             "options": self._parts.options,
             "splits": str(self._plan.splits),
+            "executor": self._plan.executor,
             "schedule": str([[str(action) for action in row] for row in schedule.rows]),
         }
         assert_same_everywhere("a step of TrainStep for a new shape of the batch", facts)
@@ -323,22 +345,32 @@ class PipelinedStep:
         rounds: int | None = None,
         watch: Watch | None = None,
     ) -> list[Leaves | None]:
-        """Walks the schedule; returns the sums of losses and metrics of each stage that is here."""
-        counts = [
-            frozenset(place for place, i in enumerate(stage.changed) if i in self._local.counts)
-            for stage in compiled.stages
-        ]
-        run_schedule(
-            schedule,
-            compiled.stages,
-            arrays,
-            counts,
-            self._ranks,
-            rounds=rounds or self._local.accumulate,
-            smaller=compiled.smaller,
-            watch=watch,
-        )
+        """Runs the schedule; returns the sums of losses and metrics of each stage that is here.
+
+        What is watched is walked, whatever the executor: a program's actions cannot be seen from outside.
+        """
+        counts = self._counts(compiled.stages)
+        if compiled.program is not None and watch is None:
+            compiled.program(schedule, arrays, counts)
+        else:
+            run_schedule(
+                schedule,
+                compiled.stages,
+                arrays,
+                counts,
+                self._ranks,
+                rounds=rounds or self._local.accumulate,
+                smaller=compiled.smaller,
+                watch=watch,
+            )
         return [None if a is None else a.sums for a in arrays]
+
+    def _counts(self, stages: Sequence[Stage]) -> list[frozenset[int]]:
+        """For each stage, which of its changed variables every microbatch starts anew with."""
+        return [
+            frozenset(place for place, i in enumerate(stage.changed) if i in self._local.counts)
+            for stage in stages
+        ]
 
     def _arrays(self, compiled: Compiled, batch: Leaves) -> list[StageArrays | None]:
         """What the stages that are here begin with."""

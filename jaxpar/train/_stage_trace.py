@@ -48,6 +48,7 @@ class LossTrace:
         n_microbatches: in how many parts each device takes its rows.
         remat: whether stages keep only what they receive.
         is_forward_only: whether there is no backward.
+        axis: over which everything is taken to vary, if the mesh is the whole one: the pipeline's axis.
     """
 
     local: LocalStep
@@ -58,6 +59,7 @@ class LossTrace:
     n_microbatches: int
     remat: bool
     is_forward_only: bool = False
+    axis: str | None = None
 
     def __call__(
         self,
@@ -102,6 +104,10 @@ class LossTrace:
         *,
         is_smaller: bool,
     ) -> Traced:
+        if self.axis is not None:
+            axes = (self.axis,)
+            params, rest, batch = ([vary(x, axes) for x in xs] for xs in (params, rest, batch))
+            number = vary(number, axes)
         params = self.local.sums.marked(params)
         if self.local.units is not None:
             params = self.local.units.gather([*params, *rest])[: len(params)]

@@ -1,4 +1,4 @@
-"""Pipelined in every composition: pp with dp, fsdp, tp, and all three, equal to one device in float64.
+"""Pipelined in every composition, by either executor: pp with dp, fsdp, tp, and all three, equal to one device in float64.
 
     stage 0    embedding, attention            on pp rank 0, over dp and tp as without a pipeline
     stage 1    MLP, tied embedding, loss       on pp rank 1; the residual stream crosses too
@@ -69,6 +69,7 @@ class Layout:
     axes: dict[str, int]
     wraps: tuple[Callable[[Any, Any], None], ...]
     schedule: str = "1F1B"
+    executor: Any = "mpmd"
     is_unsharded: bool = False
 
     @property
@@ -77,7 +78,7 @@ class Layout:
         return BETWEEN_UNITS if has_units else WITHIN_BLOCK
 
     def __str__(self) -> str:
-        names = (*(wrap.__name__ for wrap in self.wraps), self.schedule)
+        names = (*(wrap.__name__ for wrap in self.wraps), self.schedule, self.executor)
         return "-".join((*names, "gathered_once") if self.is_unsharded else names)
 
 
@@ -89,6 +90,9 @@ LAYOUTS = [
     Layout({"pp": 2, "dp": 2}, (fsdp,), "ZBH1", is_unsharded=True),
     Layout({"pp": 2, "dp": 2, "tp": 2}, (fsdp, tp), "GPipe"),
     Layout({"pp": 2, "dp": 2, "tp": 2}, (sp, fsdp)),
+    Layout({"dp": 2, "pp": 2}, (ddp,), "ZBH1", "spmd"),
+    Layout({"pp": 2, "dp": 2, "tp": 2}, (fsdp, tp), "LockStep1F1B", "spmd"),
+    Layout({"pp": 2, "dp": 2, "tp": 2}, (sp, fsdp), "1F1B", "spmd"),
 ]
 
 
@@ -105,7 +109,12 @@ def trained(layout: Layout | None) -> tuple[dict[str, list[float]], list[np.ndar
     for wrap in () if layout is None else layout.wraps:
         wrap(model, mesh)
     if layout is not None:
-        pipeline(model, mesh["pp"], split_spec=layout.split, schedule=layout.schedule, n_microbatches=4)
+        options: dict[str, Any] = {
+            "schedule": layout.schedule,
+            "n_microbatches": 4,
+            "executor": layout.executor,
+        }
+        pipeline(model, mesh["pp"], split_spec=layout.split, **options)
     step = jaxpar.TrainStep(
         loss_fn,
         model,

@@ -131,13 +131,13 @@ class Rig:
 
 def pipelined(
     model: nnx.Module, schedule: Schedule, batch: Any, *, splits: Sequence[str] | None = None,
-    remat: bool = False, **options: Any,
+    remat: bool = False, executor: Any = "mpmd", **options: Any,
 ) -> Rig:  # fmt: skip
     """A rig with one device for each rank of a schedule."""
     devices = jax.devices()[: schedule.n_ranks]
     mesh = jaxpar.init_device_mesh((schedule.n_ranks,), ("pp",), devices=devices)
     spec: Any = None if splits is None else dict.fromkeys(splits, "beginning")
-    pipeline(model, mesh["pp"], split_spec=spec, schedule=schedule, remat=remat)
+    pipeline(model, mesh["pp"], split_spec=spec, schedule=schedule, remat=remat, executor=executor)
     return Rig(model, mesh, batch, **options)
 
 

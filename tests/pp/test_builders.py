@@ -5,13 +5,13 @@ import itertools
 import pytest
 
 from jaxpar._errors import ScheduleError
-from jaxpar.pp import Schedule, get_schedule, schedule_names, without_bubbles
+from jaxpar.pp import Costs, Schedule, get_schedule, schedule_names, simulate, without_bubbles
 
 RANKS, MICROBATCHES, STAGES = range(1, 9), range(1, 33), range(1, 5)
 
 # When a schedule refuses its numbers: the documented rule, written down a second time.
 STAGES_PER_RANK = {
-    "GPipe": (1,), "1F1B": (1,), "Eager1F1B": (1,), "ZBH1": (1,), "ZBH2": (1,), "ZBVZeroBubble": (2,), "DualPipeV": (2,),
+    "GPipe": (1,), "1F1B": (1,), "Eager1F1B": (1,), "LockStep1F1B": (1,), "ZBH1": (1,), "ZBH2": (1,), "ZBVZeroBubble": (2,), "DualPipeV": (2,),
     "LoopedBFS": STAGES, "Interleaved1F1B": STAGES, "InterleavedZeroBubble": STAGES, "ForwardOnly": STAGES,
 }  # fmt: skip
 
@@ -55,6 +55,8 @@ def _check_peak(name: str, schedule: Schedule, v: int) -> None:
         assert held == tuple(min(m, p - r) for r in range(p))
     elif name == "Eager1F1B":
         assert held == tuple(min(m, 2 * (p - r) - 1) for r in range(p))
+    elif name == "LockStep1F1B":
+        assert held == tuple(min(m, 2 * (p - r)) for r in range(p))
     elif name == "Interleaved1F1B":
         assert held == tuple(min(v * m, (v - 1) * group + 2 * (p - 1 - r) + 1) for r in range(p))
     elif name in ("InterleavedZeroBubble", "ZBH1"):
@@ -124,3 +126,20 @@ def test_columns_are_ticks_and_no_tick_is_wasted(name: str) -> None:
     assert without_bubbles(schedule).rows == tuple(
         tuple(action for action in row if action is not None) for row in schedule.rows
     )
+
+
+def test_lock_step_1f1b_pairs_a_forward_and_a_backward_in_each_tick_of_its_steady_state() -> None:
+    assert str(get_schedule("LockStep1F1B", 2, 4)).replace("OVERLAP_F_B", "").splitlines() == [
+        "rank 0 | 0F0 0F1         0F2          (0F3;0B0)         0B1          0B2 0B3",
+        "rank 1 |  .  1F0 (1F1;1B0) (1F2;1B1) (1F3;1B2) 1B3  .",
+    ]
+
+
+def test_lock_step_1f1b_takes_1f1bs_time_where_ranks_wait_for_each_other() -> None:
+    """(m + p - 1)(F + B); 1F1B itself takes longer there, from two ranks on."""
+    costs = Costs(F=1.5, B=2.5)
+    for p, m in itertools.product(range(1, 9), range(1, 25)):
+        ideal = (m + p - 1) * 4.0
+        assert simulate(get_schedule("LockStep1F1B", p, m), costs, lockstep=True).makespan == ideal
+        assert simulate(get_schedule("1F1B", p, m), costs).makespan == ideal
+        assert (simulate(get_schedule("1F1B", p, m), costs, lockstep=True).makespan > ideal) == (p > 1 and m > 1)
