@@ -144,6 +144,7 @@ def test_memory_does_not_grow_with_the_number_of_microbatches() -> None:
     assert memory(compiled("1F1B", 8)).temp_bytes == memory(compiled("1F1B", 32)).temp_bytes
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="jax 0.10's XLA copies what goes through a choice")
 @pytest.mark.parametrize("name", ["LockStep1F1B", "1F1B"])
 def test_registers_are_written_in_place(name: str) -> None:
     """The hidden layers that rank 0 keeps, of all its microbatches, are one array; it is never copied."""
