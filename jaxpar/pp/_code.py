@@ -192,6 +192,7 @@ def _forward_stage(
     nothing = trace(lambda *values: [], *values)
     stage = StageCode(
         params=tuple(i for i in piece.reads if i < num_params),
+        param_types=_types([inputs[i] for i in piece.reads if i < num_params]),
         others=tuple(i for i in piece.reads if i >= num_params),
         results=piece.results,
         received=_types(received),

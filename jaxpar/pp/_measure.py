@@ -42,8 +42,8 @@ def measure(
     hops = [_hop(stages, s, ranks, repeats) for s in range(len(stages) - 1)]
     everyones = all_gather_object([mine, hops]) if is_spread(ranks.meshes) else [[mine, hops]]
     found = {s: numbers for some, _ in everyones for s, numbers in some.items()}
-    by_kind = {kind: tuple(found[s][kind] for s in range(len(stages))) for kind in found[0]}
-    latency = max((max(some) for _, some in everyones if some), default=0.0)
+    by_kind: dict[str, Any] = {kind: tuple(found[s][kind] for s in range(len(stages))) for kind in found[0]}
+    latency: float = max((max(some) for _, some in everyones if some), default=0.0)
     return Costs(latency=latency, **by_kind)
 
 

@@ -45,7 +45,7 @@ def restricted(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     if x.sharding == sharding:
         return x
     parts = {part.device: part.data for part in x.addressable_shards}
-    here = [parts[device] for device in sharding.mesh.devices.flat if device in parts]
+    here = [parts[device] for device in sharding.addressable_devices_indices_map(x.shape) if device in parts]
     return jax.make_array_from_single_device_arrays(x.shape, sharding, here, dtype=x.dtype)
 
 
@@ -75,9 +75,8 @@ def on_whole_mesh(x: Any, mesh: Mesh, axis: str) -> Any:
 
 def _broadcast(x: jax.Array, root: int, wanted: NamedSharding, axis: str) -> jax.Array:
     """From one rank of `axis` to all: each gives its part, zeros but for the root's, and takes the root's."""
-    is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-    if is_key:
-        kind, x = jax.random.key_impl(x), jax.random.key_data(x)
+    kind = jax.random.key_impl(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else None
+    x = x if kind is None else jax.random.key_data(x)
     parts = {part.device: part.data for part in x.addressable_shards}
     local = wanted.shard_shape(x.shape)
     size = wanted.mesh.shape[axis]
@@ -88,7 +87,7 @@ def _broadcast(x: jax.Array, root: int, wanted: NamedSharding, axis: str) -> jax
     ]
     whole = jax.make_array_from_single_device_arrays((size, *x.shape), stacked, mine, dtype=x.dtype)
     result = _row(whole, root, wanted)
-    return jax.random.wrap_key_data(result, impl=kind) if is_key else result
+    return result if kind is None else jax.random.wrap_key_data(result, impl=kind)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

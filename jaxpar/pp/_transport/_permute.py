@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar._errors import ProcessGroupError
+from jaxpar.mesh._devices import Device
 from jaxpar.mesh._mesh import auto_mesh
 from jaxpar.pp._transport._arrivals import Arrivals, Expected
 from jaxpar.pp._transport._protocol import Arrival, Hop, Leaves
@@ -105,7 +106,7 @@ def _program(mesh: Mesh) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _zeros(shape: tuple[int, ...], dtype: Any, device: jax.Device) -> jax.Array:
+def _zeros(shape: tuple[int, ...], dtype: Any, device: Device) -> jax.Array:
     """What a target gives, which nobody reads; made once."""
     return jax.device_put(np.zeros(shape, dtype), device)
 
@@ -130,7 +131,7 @@ class _Lane:
     def run(self, fn: Callable[[], Leaves]) -> "concurrent.futures.Future[Leaves]":
         """Appends; the result comes."""
         future: concurrent.futures.Future[Leaves] = concurrent.futures.Future()
-        self._work.put((fn, future, jax.config.jax_enable_x64))
+        self._work.put((fn, future, jax.config.jax_enable_x64))  # pyright: ignore[reportAttributeAccessIssue]
         return future
 
     def _loop(self) -> None:

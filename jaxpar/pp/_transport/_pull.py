@@ -18,6 +18,7 @@ from jax.experimental import transfer
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxpar.mesh._address import address_at
+from jaxpar.mesh._devices import Device
 from jaxpar.mesh._own_host import own_host
 from jaxpar.pp._transport._arrivals import Arrivals, Expected
 from jaxpar.pp._transport._protocol import Arrival, Hop, Leaves
@@ -50,7 +51,7 @@ class Pulls:
         for peer, targets in _by_peer(pairs, me).items():
             offered = [of_leaf[source] for of_leaf in parts for source, _ in targets]
             start_server().await_pull(_number(name, me, peer), offered)
-        received: list[dict[jax.Device, jax.Array]] = [{} for _ in wanted]
+        received: list[dict[Device, jax.Array]] = [{} for _ in wanted]
         for source, target in pairs:
             if source.process_index == target.process_index == me:
                 for mine, of_leaf in zip(received, parts, strict=True):
@@ -85,7 +86,7 @@ def start_server() -> Any:
     return transfer.start_transfer_server(client, address_at(host, 0), [address_at(host, 0)])
 
 
-Pair = tuple[jax.Device, jax.Device]
+Pair = tuple[Device, Device]
 
 
 def _by_peer(pairs: Sequence[Pair], me: int) -> dict[int, list[Pair]]:
@@ -103,7 +104,7 @@ def _number(name: str, source: int, target: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def _on(device: jax.Device, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+def _on(device: Device, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """What one device takes of an array."""
     assert like.sharding is not None
     return jax.ShapeDtypeStruct(

@@ -8,14 +8,16 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import Mesh
 
+from jaxpar.mesh._devices import Device
 
-def local_devices(mesh: Mesh) -> list[jax.Device]:
+
+def local_devices(mesh: Mesh) -> list[Device]:
     """The devices of a mesh that belong to this process, in its order."""
     here = jax.process_index()
     return [device for device in mesh.devices.flat if device.process_index == here]
 
 
-def parts_of(x: jax.Array) -> dict[jax.Device, jax.Array]:
+def parts_of(x: jax.Array) -> dict[Device, jax.Array]:
     """The parts of an array that are here."""
     return {shard.device: shard.data for shard in x.addressable_shards}
 
