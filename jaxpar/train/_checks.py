@@ -72,8 +72,8 @@ def check_pipelined(parts: Parts, plan: PipelinePlan) -> None:
     """Refuses options that a pipelined step does not have.
 
     Raises:
-        ParallelizeError: units with frozen parameters gathered once for all microbatches, ZeRO-1, a hook with state, parameters in host memory or split
-            over the pipeline's axis.
+        ParallelizeError: units with frozen parameters gathered once for all microbatches, ZeRO-1, a hook with state,
+            parameters in host memory or split over the pipeline's axis; or what the executor lacks.
     """
     local = parts.local
     if plan.executor == "spmd":

@@ -142,4 +142,6 @@ def test_lock_step_1f1b_takes_1f1bs_time_where_ranks_wait_for_each_other() -> No
         ideal = (m + p - 1) * 4.0
         assert simulate(get_schedule("LockStep1F1B", p, m), costs, lockstep=True).makespan == ideal
         assert simulate(get_schedule("1F1B", p, m), costs).makespan == ideal
-        assert (simulate(get_schedule("1F1B", p, m), costs, lockstep=True).makespan > ideal) == (p > 1 and m > 1)
+        assert (simulate(get_schedule("1F1B", p, m), costs, lockstep=True).makespan > ideal) == (
+            p > 1 and m > 1
+        )

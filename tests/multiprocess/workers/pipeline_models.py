@@ -30,17 +30,19 @@ class Case:
         schedule: its name; none: not pipelined, on one device.
         transport: how activations travel.
         stages_per_rank: how many.
+        executor: walks the grid, or compiles it into one program.
     """
 
     axes: tuple[tuple[str, int], ...]
     schedule: str | None = None
     transport: Any = "auto"
     stages_per_rank: int = 1
+    executor: Any = "mpmd"
 
     @property
     def name(self) -> str:
         mesh = "-".join(f"{axis}{size}" for axis, size in self.axes)
-        return f"{mesh}-{self.schedule}-{self.stages_per_rank}-{self.transport}"
+        return f"{mesh}-{self.schedule}-{self.stages_per_rank}-{self.transport}-{self.executor}"
 
 
 ONE_DEVICE = Case((("dp", 1),))
@@ -61,6 +63,7 @@ def cases(world_size: int, num_devices: int) -> list[Case]:
         (4, 4): [
             Case((("pp", 4),), "1F1B", "pull"),
             Case((("pp", 2), ("dp", 2)), "1F1B", "permute"),
+            Case((("pp", 2), ("dp", 2)), "1F1B", executor="spmd"),
         ],
     }[world_size, num_devices]
 
@@ -79,7 +82,14 @@ def train(case: Case) -> tuple[dict[str, list[float]], list[np.ndarray]]:
             case.schedule, sizes["pp"], NUM_MICROBATCHES, stages_per_rank=case.stages_per_rank
         )
         splits: Any = dict.fromkeys(SPLITS[schedule.n_stages], "beginning")
-        pipeline(model, mesh["pp"], split_spec=splits, schedule=schedule, transport=case.transport)
+        pipeline(
+            model,
+            mesh["pp"],
+            split_spec=splits,
+            schedule=schedule,
+            transport=case.transport,
+            executor=case.executor,
+        )
     optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
     step = jaxpar.TrainStep(
         loss_fn,
