@@ -283,7 +283,7 @@ class TrainStep:
 
         Raises:
             ParallelizeError: the model was not given to `pipeline`.
-            ScheduleError: the path does not end in .json, or matplotlib is not installed.
+            ScheduleError: the path does not end in .json or lies in no folder, or matplotlib is not installed.
 
         Example:
             >>> import jax, jaxpar, optax, tempfile

@@ -104,6 +104,8 @@ def test_starts_are_what_an_action_waited_for() -> None:
 def test_what_cannot_be_traced(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match=r"a trace is a .json file, .*Write '.*pp.json'"):
         make_step(get_schedule("GPipe", 2, 2), (1, 1)).trace(X, tmp_path / "pp.svg")
+    with pytest.raises(ScheduleError, match="is no folder. Make it first"):
+        make_step(get_schedule("GPipe", 2, 2), (1, 1)).trace(X, tmp_path / "nowhere" / "pp.json")
     model = Busy(1)
     mesh = jaxpar.init_device_mesh((1,), ("dp",), devices=jax.devices()[:1])
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)

@@ -66,31 +66,34 @@ def reference(model: Any) -> dict[str, Any]:
     return {"loss": loss.value, "largest": metrics["largest"].value, "weight": metrics["weight"]}
 
 
-def fused(loss: Any, accumulate: int = 1) -> tuple[Any, jaxpar.TrainStep]:
+def fused(loss: Any, **options: Any) -> tuple[Any, jaxpar.TrainStep]:
     mesh = jaxpar.init_device_mesh((2,), ("dp",), devices=jax.devices()[:2])
     model = fully_shard(make_model(), mesh["dp"])
-    return model, jaxpar.TrainStep(
-        loss, model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), mesh=mesh, accumulate=accumulate
-    )
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    return model, jaxpar.TrainStep(loss, model, optimizer, mesh=mesh, **options)
 
 
-def pipelined(loss: Any, schedule: str = "1F1B") -> tuple[Any, jaxpar.TrainStep]:
+def pipelined(loss: Any, executor: Any = "mpmd") -> tuple[Any, jaxpar.TrainStep]:
     mesh = jaxpar.init_device_mesh((2, 2), ("pp", "dp"), devices=jax.devices()[:4])
-    model = pipeline(make_model(), mesh["pp"], schedule=schedule, n_stages=2, n_microbatches=3)
+    model = pipeline(make_model(), mesh["pp"], n_stages=2, n_microbatches=3, executor=executor)
     return model, jaxpar.TrainStep(
         loss, model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), mesh=mesh
     )
 
 
-ENGINES = [fused, lambda loss: fused(loss, accumulate=3), pipelined, lambda loss: pipelined(loss, "ZBH1")]
-IDS = ["fused", "accumulating", "1F1B", "ZBH1"]
+ENGINES = {
+    "fused": fused,
+    "accumulating": lambda loss: fused(loss, accumulate=3, accumulate_unsharded=True),
+    "mpmd": pipelined,
+    "spmd": lambda loss: pipelined(loss, executor="spmd"),
+}
 
 
 def numbers(model: Any) -> list[np.ndarray]:
     return [np.array(x) for x in jax.tree.leaves(nnx.state(model, nnx.Not(nnx.RngKey)))]
 
 
-@pytest.mark.parametrize("make", ENGINES, ids=IDS)
+@pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
 def test_it_equals_one_device_and_changes_nothing(make: Any) -> None:
     loss = Gradients()
     model, step = make(loss)

@@ -20,11 +20,15 @@ if TYPE_CHECKING:
 
 
 def check_trace_path(path: Path) -> None:
-    """Refuses a path that is no trace.
+    """Refuses a path where no trace can be, before anything runs.
 
     Raises:
-        ScheduleError: it does not end in .json.
+        ScheduleError: it does not end in .json, or its folder does not exist.
     """
+    if not path.parent.is_dir():
+        raise ScheduleError(
+            f"a trace is written to {str(path)!r}, but {str(path.parent)!r} is no folder. Make it first."
+        )
     if path.suffix != ".json":
         raise ScheduleError(
             f"a trace is a .json file, and {str(path)!r} is none; its picture is written beside it. Write "
