@@ -93,7 +93,8 @@ def check_pipelined(parts: Parts, plan: PipelinePlan) -> None:
     params, rest = parts.model.values()
     for name, x in zip(parts.model.chosen_names, params, strict=True):
         assert isinstance(x.sharding, NamedSharding), "put_on_mesh has been here"
-        if x.sharding.memory_kind not in (None, *_device_memory(parts.mesh)):
+        is_here = isinstance(x, jax.Array)  # else the devices may be those of a cluster that is not here
+        if is_here and x.sharding.memory_kind not in (None, *_device_memory(parts.mesh)):
             raise ParallelizeError(
                 f"TrainStep: {name} lies in host memory (CPUOffloadPolicy), which a pipelined model does not offer. Remove the policy."
             )

@@ -150,7 +150,8 @@ class PipelinedStep:
                 "whose schedule is one program."
             )
         leaves, treedef = jax.tree.flatten(batch)
-        shapes = self._batch.shapes(leaves)
+        is_global = all(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+        shapes = leaves if is_global else self._batch.shapes(leaves)
         _, stages = self._stages(self._trace, shapes, treedef)
         return self._one_program(stages, shapes, treedef).lower(self._plan.schedule, self._counts(stages))
 
