@@ -85,7 +85,8 @@ def pipeline(
         remat: keep only what stages receive, and compute the forward again in the backward.
         transport: between processes: "pull" posts what is sent at a server of each process, and the neighbour pulls it
             (`jax.experimental.transfer`; asynchronous); "permute" runs one small collective program on the devices of both
-            ranks for each message. "auto" takes the first where the platform has it. Within a process the runtime copies.
+            ranks for each message. "auto" takes the first where the platform has it; on CPU the second, if a stage lies on
+            several processes. Within a process the runtime copies.
         executor: what runs the schedule. `"mpmd"`: a program for each action, on the devices of its stage; ranks wait only for
             what they need. `"spmd"`: the whole schedule as one program over the whole mesh, a loop of ticks: nothing is
             dispatched between actions, messages travel beside computations, and the program can be compiled ahead of time;

@@ -3,6 +3,8 @@
 one process                      the runtime copies between devices
 several, "auto" or "pull"        a transfer server in each process, where the platform has one
 several, "permute"               a collective program for each message
+CPU, a stage over processes      "auto" is "permute": collectives inside the stage may occupy every thread of the runtime's pool
+                                 until their peers come, and a server needs one to give those what they wait for
 """
 
 import functools
@@ -42,6 +44,8 @@ def transport_between(meshes: tuple[Mesh, ...], name: TransportName) -> Transpor
     if len({device.process_index for mesh in meshes for device in mesh.devices.flat}) == 1:
         return DeviceCopies()
     timeout_s = current_group().timeout_s
+    if name == "auto" and _could_starve(meshes):
+        name = "permute"
     addresses = _addresses() if name != "permute" else [None]
     missing = [rank for rank, address in enumerate(addresses) if address is None]
     if not missing:
@@ -52,6 +56,13 @@ def transport_between(meshes: tuple[Mesh, ...], name: TransportName) -> Transpor
             f"offer. Write transport='permute', or leave it out."
         )
     return Permutes(meshes, timeout_s=timeout_s)
+
+
+def _could_starve(meshes: tuple[Mesh, ...]) -> bool:
+    """Whether processes that wait for each other inside a stage serve what others wait for, on one small pool of threads."""
+    of_ranks = [tuple(device.process_index for device in mesh.devices.flat) for mesh in meshes]
+    is_cpu = meshes[0].devices.flat[0].platform == "cpu"
+    return is_cpu and any(len(set(of_rank)) > 1 for of_rank in of_ranks) and len(set(of_ranks)) > 1
 
 
 @functools.cache

@@ -110,7 +110,6 @@ def train(case: Case) -> tuple[dict[str, list[float]], list[np.ndarray]]:
             raise AssertionError("parameters of other stages were read")
     with gathered(model, mesh):
         params = list(full_state(model).values())
-    evaluated = float(step.evaluate(own_rows(mesh))["loss"])
     return {name: [float(m[name]) for m in metrics] for name in metrics[0]} | {
         "evaluated": [evaluated]
     }, params
