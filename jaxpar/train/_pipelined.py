@@ -26,7 +26,7 @@ from jaxpar.pp import Costs, PipelinePlan, Schedule, Timeline
 from jaxpar.pp._dealt import num_larger
 from jaxpar.pp._measure import measure
 from jaxpar.pp._place import Copies, restricted, spec_on_stage, stage_mesh
-from jaxpar.pp._ranks import Ranks, elsewhere, is_spread, wanted
+from jaxpar.pp._ranks import Ranks, is_spread
 from jaxpar.pp._record import record
 from jaxpar.pp._schedule._action import Op
 from jaxpar.pp._schedule._measured import measured_timeline
@@ -43,6 +43,7 @@ from jaxpar.train._stage_batch import StageBatch
 from jaxpar.train._stage_end import GradientsOfStage, MeansOfAll
 from jaxpar.train._stage_metrics import StageMetrics
 from jaxpar.train._stage_optimizer import StageOptimizer
+from jaxpar.train._stage_results import Owners, StageResults
 from jaxpar.train._stage_trace import LossTrace, Traced
 from jaxpar.train._stage_units import units_of_stage
 from jaxpar.train._variables import Variables
@@ -71,19 +72,6 @@ class Compiled:
     metrics: StageMetrics
     borrowed: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     program: OneProgram | None
-
-
-@dataclass(frozen=True, eq=False)
-class Owners:
-    """Which stage owns what: the first that uses it.
-
-    Args:
-        params: of each parameter.
-        rest: of each other variable.
-    """
-
-    params: tuple[int, ...]
-    rest: tuple[int, ...]
 
 
 class PipelinedStep:
@@ -407,51 +395,19 @@ class PipelinedStep:
         rest: Leaves,
     ) -> tuple[Leaves, Leaves]:
         """The gradient of every parameter and all other variables, on the stages that own them, if those are here."""
-        grads: Leaves = [None] * len(params)
-        changes: dict[tuple[int, int], Any] = {}
-        for s, (stage, a, end) in enumerate(zip(compiled.stages, arrays, compiled.ends, strict=True)):
-            reduced: Leaves = [None] * len(params)
-            if a is not None:
-                scale = scale_on[self._ranks.of_stage[s]]
-                made, changed = end(self._stored(s, compiled, params), a.grads, a.changed, scale)
-                changes.update({(s, i): x for i, x in zip(stage.changed, changed, strict=True)})
-                for i, g in zip(stage.code.params, made, strict=True):
-                    reduced[i] = g
-            self._give_back(s, compiled.borrowed[s][0], reduced, params)
-            grads = [_sum(old, new) for old, new in zip(grads, reduced, strict=True)]
         assert self._owners is not None
-        owned = [owner in self._ranks.stages_here for owner in self._owners.params]
-        return [
-            jnp.zeros_like(p) if g is None and is_here else g
-            for g, p, is_here in zip(grads, params, owned, strict=True)
-        ], self._changed(compiled.stages, changes, rest)
-
-    def _changed(
-        self, stages: Sequence[Stage], changes: Mapping[tuple[int, int], Any], rest: Leaves
-    ) -> Leaves:
-        """Other variables after the step. Each stage that uses one has changed it for itself, all in the same way."""
-        assert self._owners is not None
-        after, of_stage = list(rest), self._ranks.of_stage
-        for i in {i for stage in stages for i in stage.changed}:
-            owner = self._owners.rest[i]
-            after[i] = changes[owner, i] if (owner, i) in changes else elsewhere(rest[i])
-        for s, stage in enumerate(stages):
-            for i in stage.changed:
-                if of_stage[s] != of_stage[self._owners.rest[i]]:
-                    self._copies.keep(of_stage[s], ("rest", i), after[i], changes.get((s, i), after[i]))
-        return after
-
-    def _give_back(self, s: int, borrowed: Sequence[int], reduced: Leaves, params: Leaves) -> None:
-        """Gradients of parameters that another rank owns are moved there."""
-        assert self._owners is not None
-        source = self._ranks.of_stage[s]
-        for i in borrowed:
-            owner = self._ranks.of_stage[self._owners.params[i]]
-            what = f"the gradient of {self._model.chosen_names[i]}, from stage {s} to the rank that owns it"
-            values = None if reduced[i] is None else [reduced[i]]
-            like = [wanted(params[i], NamedSharding(self._ranks.meshes[owner], self._trace.params[i]))]
-            arrival = self._ranks.move(values, source, owner, like, what)
-            reduced[i] = None if arrival is None else arrival()[0]
+        ends: list[tuple[Leaves, Leaves] | None] = []
+        for s, (a, end) in enumerate(zip(arrays, compiled.ends, strict=True)):
+            stored = self._stored(s, compiled, params)
+            scale = scale_on.get(self._ranks.of_stage[s])
+            ends.append(None if a is None else end(stored, a.grads, a.changed, scale))
+        names = self._model.chosen_names
+        results = StageResults(self._ranks, self._owners, self._copies, self._trace.params, names)
+        borrowed = [of_params for of_params, _ in compiled.borrowed]
+        return (
+            results.gradients(compiled.stages, borrowed, [end and end[0] for end in ends], params),
+            results.variables(compiled.stages, [end and end[1] for end in ends], rest),
+        )
 
 
 def _merge_marked(model: Variables, plan: PipelinePlan, params: Sequence[Any], rest: Sequence[Any]) -> Any:
@@ -471,7 +427,3 @@ def _forwards(schedule: Schedule) -> Schedule:
 def _first_user(stages: Sequence[Stage], i: int, uses: Callable[[Stage], tuple[int, ...]]) -> int:
     """The first stage that uses or changes a variable; the first of all if none does."""
     return next((s for s, stage in enumerate(stages) if i in uses(stage)), 0)
-
-
-def _sum(old: Any, new: Any) -> Any:
-    return new if old is None else old if new is None else old + new

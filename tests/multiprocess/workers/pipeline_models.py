@@ -110,9 +110,7 @@ def train(case: Case) -> tuple[dict[str, list[float]], list[np.ndarray]]:
             raise AssertionError("parameters of other stages were read")
     with gathered(model, mesh):
         params = list(full_state(model).values())
-    return {name: [float(m[name]) for m in metrics] for name in metrics[0]} | {
-        "evaluated": [evaluated]
-    }, params
+    return {name: [float(m[name]) for m in metrics] for name in metrics[0]}, params
 
 
 SPLITS = {2: ["blocks.1"], 4: ["blocks.0", "blocks.1", "blocks.2"]}
