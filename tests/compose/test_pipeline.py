@@ -92,7 +92,6 @@ LAYOUTS = [
     Layout({"pp": 2, "dp": 2, "tp": 2}, (sp, fsdp)),
     Layout({"dp": 2, "pp": 2}, (ddp,), "ZBH1", "spmd"),
     Layout({"pp": 2, "dp": 2, "tp": 2}, (fsdp, tp), "LockStep1F1B", "spmd"),
-    Layout({"pp": 2, "dp": 2, "tp": 2}, (sp, fsdp), "1F1B", "spmd"),
 ]
 
 

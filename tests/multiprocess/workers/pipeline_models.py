@@ -62,7 +62,6 @@ def cases(world_size: int, num_devices: int) -> list[Case]:
         # every hop goes to another process, from one or from two
         (4, 4): [
             Case((("pp", 4),), "1F1B", "pull"),
-            Case((("pp", 2), ("dp", 2)), "1F1B", "permute"),
             Case((("pp", 2), ("dp", 2)), "1F1B", executor="spmd"),
         ],
     }[world_size, num_devices]

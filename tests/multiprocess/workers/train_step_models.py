@@ -75,8 +75,7 @@ MODELS = {"MLP": MLP, "ResNet": ResNet, "Transformer": Transformer, "Decoder": D
 CASES = (
     ("MLP", 1, "ddp"),
     ("ResNet", 1, "ddp"),
-    ("Transformer", 2, "fsdp"),
-    ("Transformer", 1, "hsdp"),
+    ("Transformer", 2, "hsdp"),
     ("Transformer", 1, "tp"),
     ("Decoder", 2, "cp"),
 )
