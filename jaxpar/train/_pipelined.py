@@ -340,7 +340,14 @@ class PipelinedStep:
         """
         counts = self._counts(compiled.stages)
         if compiled.program is not None and watch is None:
+            # Messages and the program may meet in one clique of devices, which knows them by their order alone.
+            is_shared = is_spread(self._ranks.meshes)
+            if is_shared:
+                self._ranks.transport.wait()
             compiled.program(schedule, arrays, counts)
+            if is_shared:
+                made = [x for a in arrays if a is not None for x in (*a.sums, *a.grads, *a.changed)]
+                self._ranks.transport.wait(made)
         else:
             run_schedule(
                 schedule,

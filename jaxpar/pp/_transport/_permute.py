@@ -6,6 +6,7 @@ The runtime matches such programs by their order alone, so all processes run the
 occupies its thread until the neighbour has come; there they have a thread of their own.
 """
 
+import collections
 import concurrent.futures
 import functools
 import queue
@@ -38,6 +39,9 @@ class Permutes:
     def __init__(self, meshes: tuple[Mesh, ...], *, timeout_s: float) -> None:
         self._meshes, self._timeout_s = meshes, timeout_s
         self._arrivals = Arrivals(timeout_s)
+        self._under_way: collections.deque[tuple[concurrent.futures.Future[Leaves], Hop]] = (
+            collections.deque()
+        )
         is_cpu = meshes[0].devices.flat[0].platform == "cpu"
         self._run: Callable[..., concurrent.futures.Future[Leaves]] = _Lane().run if is_cpu else _at_once
 
@@ -45,26 +49,42 @@ class Permutes:
         """Runs the program, or has it run; both sides do."""
         sides = (self._meshes[hop.source], self._meshes[hop.target])
         future = self._run(functools.partial(_permuted, sides, values, list(wanted)))
+        self._under_way.append((_end_of(future), hop))
         peers = {d.process_index for d in sides[0].devices.flat} - {jax.process_index()}
 
         def arrival() -> Leaves:
-            try:
-                arrays = future.result(self._timeout_s)
-            except TimeoutError:
-                shapes = [f"{w.dtype}{list(w.shape)}" for w in wanted]
-                raise ProcessGroupError(
-                    f"pipeline: {hop.what}, did not come within {self._timeout_s:g} s: rank {hop.target} of the pipeline (process "
-                    f"{jax.process_index()}) expects {shapes} from rank {hop.source} (processes {sorted(peers)}). Look at the "
-                    f"output of those. If they are only slow, write init_process_group(timeout_s=...)."
-                ) from None
+            arrays = self._result(future, hop, wanted)
             self._arrivals.expect(Expected(hop, tuple(sorted(peers)), arrays))
             return arrays
 
         return arrival
 
     def wait(self, values: Leaves | None = None) -> None:
-        """Waits for arrays, or for all that was taken."""
+        """Waits for arrays; or for all that was moved, so that other programs may use the same devices in any order."""
+        if values is None:
+            while self._under_way:
+                future, hop = self._under_way.popleft()
+                self._result(future, hop, [])
         self._arrivals.wait(values)
+
+    def _result(
+        self, future: "concurrent.futures.Future[Leaves]", hop: Hop, wanted: Sequence[jax.ShapeDtypeStruct]
+    ) -> Leaves:
+        try:
+            return future.result(self._timeout_s)
+        except TimeoutError:
+            shapes = [f"{w.dtype}{list(w.shape)}" for w in wanted]
+            processes = [
+                sorted({d.process_index for d in self._meshes[rank].devices.flat})
+                for rank in (hop.source, hop.target)
+            ]
+            expects = f"expects {shapes} from" if wanted else "waits for"
+            peer, others = (hop.source, processes[0]) if wanted else (hop.target, processes[1])
+            raise ProcessGroupError(
+                f"pipeline: {hop.what}, did not come within {self._timeout_s:g} s: rank {hop.target if wanted else hop.source} of "
+                f"the pipeline (process {jax.process_index()}) {expects} rank {peer} (processes {others}). Look at the output of "
+                f"those. If they are only slow, write init_process_group(timeout_s=...)."
+            ) from None
 
 
 def _permuted(
@@ -142,6 +162,21 @@ class _Lane:
                     future.set_result(fn())
             except BaseException as error:
                 future.set_exception(error)
+
+
+def _end_of(future: "concurrent.futures.Future[Leaves]") -> "concurrent.futures.Future[Leaves]":
+    """Comes with the other one, and does not keep its arrays."""
+    end: concurrent.futures.Future[Leaves] = concurrent.futures.Future()
+
+    def pass_on(done: "concurrent.futures.Future[Leaves]") -> None:
+        error = done.exception()
+        if error is None:
+            end.set_result([])
+        else:
+            end.set_exception(error)
+
+    future.add_done_callback(pass_on)
+    return end
 
 
 def _at_once(fn: Callable[[], Leaves]) -> "concurrent.futures.Future[Leaves]":
