@@ -42,7 +42,6 @@ class StageCode:
         gradients_before: types of the gradients of what was received and is floating.
         gradients_after: types of the gradients of what was sent and is floating.
         number: which input of the batch is the microbatch's number, counted from the first of the batch.
-        has_total: whether the first result is the total of the loss, from which gradients start.
         forward: `(*params, *others, *received) -> (*sent, *results, *kept)`.
         backward: `(*params, *kept, *received, *gradients of floating sent) -> (*gradients of params, *of floating received)`.
         halves: the same cut into input gradients and weight gradients.
@@ -60,7 +59,6 @@ class StageCode:
     gradients_before: tuple[Any, ...]
     gradients_after: tuple[Any, ...]
     number: int
-    has_total: bool
     forward: Callable[..., Leaves]
     backward: Callable[..., Leaves]
     halves: Halves
@@ -174,7 +172,6 @@ def _stage(
         gradients_before=types[len(full) :],
         gradients_after=_types(from_after),
         number=number,
-        has_total=has_total,
         forward=_traced(forward, *full, *given),
         backward=_compat.as_function(closed.jaxpr, closed.consts),
         halves=halves(closed, [i >= len(full) for i in range(len(closed.jaxpr.outvars))]),
@@ -203,7 +200,6 @@ def _forward_stage(
         gradients_before=(),
         gradients_after=(),
         number=number,
-        has_total=0 in piece.results,
         forward=run,
         backward=_compat.as_function(nothing.jaxpr, nothing.consts),
         halves=halves(nothing, []),

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.mesh import all_gather_object
-from jaxpar.pp._ranks import Ranks, is_spread
+from jaxpar.pp._ranks import Ranks
 from jaxpar.pp._schedule._costs import Costs
 from jaxpar.pp._stage import Stage
 from jaxpar.pp._walk import StageArrays
@@ -40,7 +40,7 @@ def measure(
         if a is not None
     }
     hops = [_hop(stages, s, ranks, repeats) for s in range(len(stages) - 1)]
-    everyones = all_gather_object([mine, hops]) if is_spread(ranks.meshes) else [[mine, hops]]
+    everyones = all_gather_object([mine, hops]) if ranks.is_spread else [[mine, hops]]
     found = {s: numbers for some, _ in everyones for s, numbers in some.items()}
     by_kind: dict[str, Any] = {kind: tuple(found[s][kind] for s in range(len(stages))) for kind in found[0]}
     latency: float = max((max(some) for _, some in everyones if some), default=0.0)

@@ -67,26 +67,26 @@ def on_whole_mesh(x: Any, mesh: Mesh, axis: str) -> Any:
     stages = [stage_mesh(mesh, axis, rank) for rank in range(mesh.shape[axis])]
     if sharding.mesh not in stages:
         return x
-    wanted = NamedSharding(mesh, sharding.spec)
-    if wanted.is_fully_addressable:
-        return jax.device_put(x, wanted)
-    return _broadcast(x, stages.index(sharding.mesh), wanted, axis)
+    target = NamedSharding(mesh, sharding.spec)
+    if target.is_fully_addressable:
+        return jax.device_put(x, target)
+    return _broadcast(x, stages.index(sharding.mesh), target, axis)
 
 
-def _broadcast(x: jax.Array, root: int, wanted: NamedSharding, axis: str) -> jax.Array:
+def _broadcast(x: jax.Array, root: int, target: NamedSharding, axis: str) -> jax.Array:
     """From one rank of `axis` to all: each gives its part, zeros but for the root's, and takes the root's."""
     kind = jax.random.key_impl(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else None
     x = x if kind is None else jax.random.key_data(x)
     parts = {part.device: part.data for part in x.addressable_shards}
-    local = wanted.shard_shape(x.shape)
-    size = wanted.mesh.shape[axis]
-    stacked = NamedSharding(wanted.mesh, PartitionSpec(axis, *wanted.spec))
+    local = target.shard_shape(x.shape)
+    size = target.mesh.shape[axis]
+    stacked = NamedSharding(target.mesh, PartitionSpec(axis, *target.spec))
     mine = [
         parts[device][None] if device in parts else jax.device_put(np.zeros((1, *local), x.dtype), device)
         for device in stacked.addressable_devices
     ]
     whole = jax.make_array_from_single_device_arrays((size, *x.shape), stacked, mine, dtype=x.dtype)
-    result = _row(whole, root, wanted)
+    result = _row(whole, root, target)
     return result if kind is None else jax.random.wrap_key_data(result, impl=kind)
 
 
@@ -118,8 +118,8 @@ class Copies:
         if known is None or known[0] is not x:
             source = self._ranks.meshes.index(x.sharding.mesh)
             what = f"the value of {name} on rank {source}"
-            # A copy: the optimizer donates the value, perhaps before the other rank has fetched it.
-            values = [jnp.copy(x)] if source in self._ranks.here else None
+            # Over processes a copy: the optimizer donates the value, perhaps before the other rank has fetched it.
+            values = [jnp.copy(x) if self._ranks.is_spread else x] if source in self._ranks.here else None
             arrival = self._ranks.move(values, source, rank, [wanted(x, sharding)], what)
             self.keep(rank, name, x, x if arrival is None else arrival()[0])
         return self._known[rank, name][1]

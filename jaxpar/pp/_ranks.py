@@ -27,6 +27,11 @@ class Ranks:
     of_stage: tuple[int, ...]
     transport: Transport
 
+    @functools.cached_property
+    def is_spread(self) -> bool:
+        """Whether they lie on several processes."""
+        return is_spread(self.meshes)
+
     @property
     def last(self) -> int:
         """The rank of the last stage."""
@@ -80,7 +85,7 @@ def is_here(mesh: Mesh) -> bool:
 
 
 def is_spread(meshes: Sequence[Mesh]) -> bool:
-    """Whether devices of other processes are among them."""
+    """Whether their devices belong to several processes."""
     return len({device.process_index for mesh in meshes for device in mesh.devices.flat}) > 1
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from jaxpar.mesh import all_gather_object, barrier
-from jaxpar.pp._ranks import Ranks, is_spread
+from jaxpar.pp._ranks import Ranks
 from jaxpar.pp._schedule._action import Action
 from jaxpar.pp._walk import Leaves, Watch
 
@@ -34,7 +34,7 @@ def record(run: Callable[[Watch], object], ranks: Ranks) -> dict[Action, tuple[f
         run: runs a schedule, compiled before, and tells the watch of each action.
         ranks: where stages lie.
     """
-    if is_spread(ranks.meshes):
+    if ranks.is_spread:
         barrier("a recorded run of a pipeline")
     zero_s = time.perf_counter()
     found: list[tuple[Action, float, concurrent.futures.Future[float]]] = []
@@ -51,7 +51,7 @@ def record(run: Callable[[Watch], object], ranks: Ranks) -> dict[Action, tuple[f
 
         run(watch)
         times = [(str(action), start_s, end.result() - zero_s) for action, start_s, end in found]
-    everyones = all_gather_object(times) if is_spread(ranks.meshes) else [times]
+    everyones = all_gather_object(times) if ranks.is_spread else [times]
     return {Action.parse(text): (start_s, end_s) for some in everyones for text, start_s, end_s in some}
 
 

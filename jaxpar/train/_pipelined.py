@@ -26,7 +26,7 @@ from jaxpar.pp import Costs, PipelinePlan, Schedule, Timeline
 from jaxpar.pp._dealt import num_larger
 from jaxpar.pp._measure import measure
 from jaxpar.pp._place import Copies, restricted, spec_on_stage, stage_mesh
-from jaxpar.pp._ranks import Ranks, is_spread
+from jaxpar.pp._ranks import Ranks
 from jaxpar.pp._record import record
 from jaxpar.pp._schedule._action import Op
 from jaxpar.pp._schedule._measured import measured_timeline
@@ -108,6 +108,7 @@ class PipelinedStep:
         self._copies = Copies(self._ranks)
         self._compiled: dict[Any, Compiled] = {}
         self._owners: Owners | None = None
+        self._results: StageResults | None = None
         self._optimizer: StageOptimizer | None = None
 
     def __call__(self, batch: PyTree) -> dict[str, PyTree]:
@@ -229,7 +230,7 @@ class PipelinedStep:
 
     def _meet(self, batch: Sequence[jax.ShapeDtypeStruct]) -> None:
         """Before a new shape: do all processes mean the same program, and are all there?"""
-        if not is_spread(self._ranks.meshes):
+        if not self._ranks.is_spread:
             return
         mesh, schedule = self._parts.mesh, self._plan.schedule
         facts = {
@@ -279,6 +280,8 @@ class PipelinedStep:
                 _first_user(stages, i, lambda stage: (*stage.rest, *stage.changed)) for i in range(len(rest))
             ),
         )
+        names = self._model.chosen_names
+        self._results = StageResults(self._ranks, owners, self._copies, self._trace.params, names)
         own_params = list(map(self._put, params, self._trace.params, owners.params))
         own_rest = list(map(self._put, rest, self._trace.rest, owners.rest))
         self._model.assign(own_params, own_rest)
@@ -341,7 +344,7 @@ class PipelinedStep:
         counts = self._counts(compiled.stages)
         if compiled.program is not None and watch is None:
             # Messages and the program may meet in one clique of devices, which knows them by their order alone.
-            is_shared = is_spread(self._ranks.meshes)
+            is_shared = self._ranks.is_spread
             if is_shared:
                 self._ranks.transport.wait()
             compiled.program(schedule, arrays, counts)
@@ -402,18 +405,16 @@ class PipelinedStep:
         rest: Leaves,
     ) -> tuple[Leaves, Leaves]:
         """The gradient of every parameter and all other variables, on the stages that own them, if those are here."""
-        assert self._owners is not None
+        assert self._results is not None
         ends: list[tuple[Leaves, Leaves] | None] = []
         for s, (a, end) in enumerate(zip(arrays, compiled.ends, strict=True)):
             stored = self._stored(s, compiled, params)
             scale = scale_on.get(self._ranks.of_stage[s])
             ends.append(None if a is None else end(stored, a.grads, a.changed, scale))
-        names = self._model.chosen_names
-        results = StageResults(self._ranks, self._owners, self._copies, self._trace.params, names)
         borrowed = [of_params for of_params, _ in compiled.borrowed]
         return (
-            results.gradients(compiled.stages, borrowed, [end and end[0] for end in ends], params),
-            results.variables(compiled.stages, [end and end[1] for end in ends], rest),
+            self._results.gradients(compiled.stages, borrowed, [end and end[0] for end in ends], params),
+            self._results.variables(compiled.stages, [end and end[1] for end in ends], rest),
         )
 
 

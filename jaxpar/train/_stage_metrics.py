@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpar.pp._ranks import Ranks, is_spread, wanted
+from jaxpar.pp._ranks import Ranks, wanted
 from jaxpar.pp._stage import Stage
 from jaxpar.train._stage_end import MeansOfAll
 
@@ -23,13 +23,15 @@ class StageMetrics:
     ranks: of the pipeline.
     means: `(sums) -> (metrics, 1 / count)`, on the last rank.
     sources: for each rank, where its sums are: their number, stage, position there, and type at the last rank.
-    result: types of metrics and factor.
+    results: for each rank, what it is sent: metrics and factor, or the factor alone.
+    treedef: of metrics and factor.
     """
 
     ranks: Ranks
     means: Callable[..., Any]
     sources: tuple[tuple[tuple[int, int, int, jax.ShapeDtypeStruct], ...], ...]
-    result: Any
+    results: tuple[list[jax.ShapeDtypeStruct], ...]
+    treedef: Any
 
     @classmethod
     def of(cls, stages: Sequence[Stage], means: MeansOfAll, ranks: Ranks) -> "StageMetrics":
@@ -51,7 +53,13 @@ class StageMetrics:
             )
             for rank in range(len(ranks.meshes))
         )
-        return cls(ranks, program, sources, jax.eval_shape(program, between))
+        leaves, treedef = jax.tree.flatten(jax.eval_shape(program, between))
+        # Where every process can read the metrics on the last rank, only the factor, the last of all, is sent on.
+        sent = leaves if ranks.is_spread else leaves[-1:]
+        results = tuple(
+            [wanted(x, NamedSharding(mesh, PartitionSpec())) for x in sent] for mesh in ranks.meshes
+        )
+        return cls(ranks, program, sources, results, treedef)
 
     def __call__(self, sums: Sequence[Leaves | None]) -> tuple[dict[str, Any], dict[int, jax.Array]]:
         """Metrics, and the factor by rank for those that are here.
@@ -60,23 +68,19 @@ class StageMetrics:
             sums: of each stage that is here.
         """
         collected = self._collected(sums)
-        ranks, treedef = self.ranks, jax.tree.structure(self.result)
-        is_everywhere = not is_spread(ranks.meshes)
-        made = jax.tree.leaves(self.means(collected)) if ranks.last in ranks.here else None
-        metrics, factors = made, {}
-        for rank in range(len(ranks.meshes)):
-            # Only the factor, the last of all, where the process can read the metrics on the last rank.
-            some = slice(-1, None) if is_everywhere else slice(None)
-            replicated = NamedSharding(ranks.meshes[rank], PartitionSpec())
-            types = [wanted(x, replicated) for x in jax.tree.leaves(self.result)[some]]
-            values = None if made is None else made[some]
+        ranks, metrics, factors = self.ranks, None, {}
+        if ranks.last in ranks.here:
+            metrics = jax.tree.leaves(self.means(collected))
+        made = metrics
+        for rank, types in enumerate(self.results):
+            values = None if made is None else made[-len(types) :]
             arrival = ranks.move(values, ranks.last, rank, types, "the metrics of the step")
             if arrival is not None:
                 arrived = arrival()
                 factors[rank] = arrived[-1]
                 metrics = arrived if metrics is None else metrics
         assert metrics is not None
-        return jax.tree.unflatten(treedef, metrics)[0], factors
+        return jax.tree.unflatten(self.treedef, metrics)[0], factors
 
     def _collected(self, sums: Sequence[Leaves | None]) -> Leaves:
         """All sums on the last rank."""

@@ -81,9 +81,10 @@ class StageOptimizer:
             rank = self._ranks.of_stage[s]
             taken = {i: self._taken(rank, i, inputs) for i in cut.inputs}
             if rank not in self._ranks.here:
-                for i in cut.outputs:  # a value that others have to fetch is a new one here too
-                    if i in self._borrowed:
-                        new_params[i] = elsewhere(params[i])
+                for i in self._borrowed.intersection(
+                    cut.outputs
+                ):  # what others fetch is a new value here too
+                    new_params[i] = elsewhere(params[i])
                 continue
             first, last = len(grads), 2 * len(grads)
             donated = {i: x for i, x in taken.items() if first <= i < last or self._is_state_of(s, i, inputs)}
@@ -97,7 +98,7 @@ class StageOptimizer:
                     shared[rank, i - len(params)] = x
                 else:
                     new_state[i - len(params)] = x
-        self._share(state, new_state, shared, first_state=len(inputs) - len(state))
+        self._share(state, new_state, shared)
         self._model.assign(new_params, rest)
         self._assign_state(new_state)
         return metrics
@@ -113,9 +114,7 @@ class StageOptimizer:
                 self._copies.keep(rank, i, placed[-1], copy)
         return placed
 
-    def _share(
-        self, old: Leaves, new: Leaves, made: Mapping[tuple[int, int], Any], *, first_state: int
-    ) -> None:
+    def _share(self, old: Leaves, new: Leaves, made: Mapping[tuple[int, int], Any]) -> None:
         """Every rank made state that all need for itself; it stands for what the first stage's rank has."""
         home = self._ranks.of_stage[0]
         for i, owner in enumerate(self._state_owners):

@@ -64,17 +64,15 @@ class StageResults:
         """
         grads: Leaves = [None] * len(params)
         for s, (stage, mine) in enumerate(zip(stages, made, strict=True)):
-            of_stage: Leaves = [None] * len(params)
-            for i, g in zip(stage.code.params, mine or (), strict=mine is not None):
-                of_stage[i] = g
+            of_stage = dict(zip(stage.code.params, mine, strict=True)) if mine is not None else {}
             for i in borrowed[s]:
-                of_stage[i] = self._given_back(s, i, of_stage[i], params[i])
-            grads = [_sum(old, new) for old, new in zip(grads, of_stage, strict=True)]
-        owned = [owner in self.ranks.stages_here for owner in self.owners.params]
-        return [
-            jnp.zeros_like(p) if g is None and is_here else g
-            for g, p, is_here in zip(grads, params, owned, strict=True)
-        ]
+                of_stage[i] = self._given_back(s, i, of_stage.get(i), params[i])
+            for i, g in of_stage.items():
+                grads[i] = g if grads[i] is None else grads[i] if g is None else grads[i] + g
+        for i, owner in enumerate(self.owners.params):
+            if grads[i] is None and owner in self.ranks.stages_here:  # nothing uses it
+                grads[i] = jnp.zeros_like(params[i])
+        return grads
 
     def variables(self, stages: Sequence[Stage], changed: Sequence[Leaves | None], rest: Leaves) -> Leaves:
         """Other variables after the step. Each stage that uses one has changed it for itself, all in the same way."""
@@ -101,7 +99,3 @@ class StageResults:
         type_ = wanted(like, NamedSharding(self.ranks.meshes[owner], self.specs[i]))
         arrival = self.ranks.move(values, self.ranks.of_stage[s], owner, [type_], what)
         return None if arrival is None else arrival()[0]
-
-
-def _sum(old: Any, new: Any) -> Any:
-    return new if old is None else old if new is None else old + new

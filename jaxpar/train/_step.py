@@ -77,7 +77,8 @@ class TrainStep:
             model it is how often the schedule runs, on consecutive parts of the batch; gradients are reduced once after all.
         accumulate_unsharded: instead, gather all units once before the microbatches, sum whole gradients, and scatter
             them once (PyTorch's `set_requires_gradient_sync`, row F21): 1/n of the traffic, and on every device whole
-            parameters and gradients; of a pipelined model on every device of a stage that stage's. Either way replicas (HSDP) are summed over once (row F22).
+            parameters and gradients; of a pipelined model on every device of a stage that stage's. Either way replicas
+            (HSDP) are summed over once (row F22).
         clip_norm: largest global gradient norm to let through; the norm is then in the metrics as `grad_norm`.
         clip_norm_type: 1, 2 or `math.inf`.
         donate: reuse the buffers of parameters and optimizer state; arrays taken from the model before become

@@ -27,8 +27,8 @@ from jaxpar.debug._topology import has_gpu_compiler
 from jaxpar.fsdp import MixedPrecisionPolicy, fully_shard
 from jaxpar.mesh import DeviceMesh
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-from transformer import Block, Transformer, TransformerConfig
+sys.path.insert(0, str(Path(__file__).parent))
+from remat_model import Model, TransformerConfig, loss_fn
 
 pytestmark = pytest.mark.skipif(
     not has_gpu_compiler(), reason="needs XLA's GPU compiler, which needs no GPU: pip install 'jaxpar[aot]'"
@@ -39,23 +39,6 @@ EMBED = VOCAB * WIDTH
 BLOCK = 4 * WIDTH * WIDTH + 3 * WIDTH * HIDDEN + 2 * WIDTH
 LAST = WIDTH + VOCAB * WIDTH  # final norm and head, one unit, kept for the backward that follows at once
 SEQUENCES, LENGTH = 4, 512  # per device
-
-
-class RematBlock(Block):
-    """A block whose backward computes it again: it saves its input only."""
-
-    __call__ = nnx.remat(Block.__call__)
-
-
-class Model(Transformer):
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__(config, rngs=nnx.Rngs(0))
-        self.blocks = nnx.List([RematBlock(config, rngs=nnx.Rngs(0)) for _ in range(config.depth)])
-
-
-def loss_fn(model: Transformer, tokens: jax.Array) -> jax.Array:
-    logits = model(tokens[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
 @pytest.fixture(scope="module")

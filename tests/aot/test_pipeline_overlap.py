@@ -26,8 +26,8 @@ from jaxpar.fsdp import MixedPrecisionPolicy, fully_shard
 from jaxpar.mesh import DeviceMesh
 from jaxpar.pp import pipeline
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-from transformer import Block, Transformer, TransformerConfig
+sys.path.insert(0, str(Path(__file__).parent))
+from remat_model import Model, TransformerConfig, loss_fn
 
 pytestmark = pytest.mark.skipif(
     not has_gpu_compiler(), reason="needs XLA's GPU compiler, which needs no GPU: pip install 'jaxpar[aot]'"
@@ -35,23 +35,6 @@ pytestmark = pytest.mark.skipif(
 PP, DP, MICROBATCHES = 4, 16, 8
 WIDTH, HIDDEN, VOCAB, LENGTH = 512, 2048, 2048, 512
 POLICY = MixedPrecisionPolicy(param_dtype=jnp.bfloat16, reduce_dtype=jnp.float32)
-
-
-class RematBlock(Block):
-    """A block whose backward computes it again: it saves its input only."""
-
-    __call__ = nnx.remat(Block.__call__)
-
-
-class Model(Transformer):
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__(config, rngs=nnx.Rngs(0))
-        self.blocks = nnx.List([RematBlock(config, rngs=nnx.Rngs(0)) for _ in range(config.depth)])
-
-
-def loss_fn(model: Transformer, tokens: jax.Array) -> jax.Array:
-    logits = model(tokens[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
 def lowered_schedule(mesh: DeviceMesh) -> jax.stages.Lowered:

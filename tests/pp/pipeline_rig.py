@@ -129,6 +129,14 @@ class Rig:
         return [v.get_value() for v in self._variables()]
 
 
+def all_forwards_first(rank_of_stage: tuple[int, ...], n_microbatches: int) -> Schedule:
+    """A lawful schedule on any ranks: to compile the stages of a rig, which then walks others."""
+    rows = [[f"{s}F{m}" for m in range(n_microbatches) for s, r in enumerate(rank_of_stage) if r == rank] +
+            [f"{s}B{m}" for m in range(n_microbatches) for s, r in reversed(list(enumerate(rank_of_stage))) if r == rank]
+            for rank in range(max(rank_of_stage) + 1)]  # fmt: skip
+    return Schedule(rows, rank_of_stage)
+
+
 def pipelined(
     model: nnx.Module, schedule: Schedule, batch: Any, *, splits: Sequence[str] | None = None,
     remat: bool = False, executor: Any = "mpmd", **options: Any,

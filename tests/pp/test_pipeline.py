@@ -23,7 +23,17 @@ from jaxpar._errors import ScheduleError
 from jaxpar.pp import Schedule, _walk, get_schedule, schedule_names
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pipeline_rig import HIDDEN, Model, Outcome, Rig, batch_of, loss_fn, on_one_device, pipelined
+from pipeline_rig import (
+    HIDDEN,
+    Model,
+    Outcome,
+    Rig,
+    all_forwards_first,
+    batch_of,
+    loss_fn,
+    on_one_device,
+    pipelined,
+)
 from random_schedules import random_plan
 
 RTOL = 1e-12
@@ -44,10 +54,8 @@ def accumulated() -> Outcome:
 
 @functools.cache
 def rig(rank_of_stage: tuple[int, ...], n_microbatches: int, *, remat: bool = False) -> Rig:
-    rows = [[f"{s}F{m}" for m in range(n_microbatches) for s, r in enumerate(rank_of_stage) if r == rank] +
-            [f"{s}B{m}" for m in range(n_microbatches) for s, r in reversed(list(enumerate(rank_of_stage))) if r == rank]
-            for rank in range(max(rank_of_stage) + 1)]  # fmt: skip
-    return pipelined(Model(4), Schedule(rows, rank_of_stage), batch_of(ROWS), remat=remat)
+    schedule = all_forwards_first(rank_of_stage, n_microbatches)
+    return pipelined(Model(4), schedule, batch_of(ROWS), remat=remat)
 
 
 def schedules(n_ranks: int, n_microbatches: int, stages_per_rank: int) -> dict[str, Schedule]:

@@ -25,7 +25,17 @@ from jaxpar.debug import assert_collectives, memory
 from jaxpar.pp import Schedule, get_schedule, pipeline
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pipeline_rig import HIDDEN, LENGTH, Model, Outcome, Rig, batch_of, on_one_device, pipelined
+from pipeline_rig import (
+    HIDDEN,
+    LENGTH,
+    Model,
+    Outcome,
+    Rig,
+    all_forwards_first,
+    batch_of,
+    on_one_device,
+    pipelined,
+)
 from random_schedules import random_plan
 from test_pipeline import Normed, squares
 
@@ -47,11 +57,9 @@ def accumulated(depth: int) -> Outcome:
 
 @functools.cache
 def rig(rank_of_stage: tuple[int, ...], n_microbatches: int) -> Rig:
-    rows = [[f"{s}F{m}" for m in range(n_microbatches) for s, r in enumerate(rank_of_stage) if r == rank] +
-            [f"{s}B{m}" for m in range(n_microbatches) for s, r in reversed(list(enumerate(rank_of_stage))) if r == rank]
-            for rank in range(max(rank_of_stage) + 1)]  # fmt: skip
+    schedule = all_forwards_first(rank_of_stage, n_microbatches)
     model = Model(len(rank_of_stage))
-    return pipelined(model, Schedule(rows, rank_of_stage), batch_of(ROWS), executor="spmd")
+    return pipelined(model, schedule, batch_of(ROWS), executor="spmd")
 
 
 def check(schedule: Schedule) -> None:

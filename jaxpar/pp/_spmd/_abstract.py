@@ -1,13 +1,11 @@
 """What a stage begins with, without values: to lower the program for devices that are not here."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpar.pp._stacked import axes, spec
+from jaxpar.pp._ranks import wanted
 from jaxpar.pp._stage import Stage
 from jaxpar.pp._walk import StageArrays
 
@@ -20,31 +18,13 @@ def abstract_arrays(
     """Shapes and shardings on the devices of a stage, given the whole model's and the batch's global shapes."""
 
     def of(xs: Sequence[Any], specs: Sequence[PartitionSpec], which: Sequence[int]) -> Leaves:
-        return [_abstract(xs[i].shape, xs[i].dtype, NamedSharding(stage.mesh, specs[i])) for i in which]
-
-    def stacked(types: Sequence[Any]) -> Leaves:
-        return [
-            _abstract(
-                (_num_parts(t, stage), *t.shape),
-                t.dtype,
-                NamedSharding(stage.mesh, spec(t, stage.mesh.axis_names)),
-            )
-            for t in types
-        ]
+        return [wanted(xs[i], NamedSharding(stage.mesh, specs[i])) for i in which]
 
     return StageArrays(
         params=of(params, stage.kinds.params, stage.code.params),
         fixed=of(rest, stage.kinds.rest, stage.fixed),
-        changed=stacked(stage.changed_types),
+        changed=[*map(stage.between, stage.changed_types)],
         batch=of(batch, [stage.kinds.batch] * len(batch), stage.arrays),
-        sums=stacked(stage.sum_types),
-        grads=stacked(stage.grad_types),
+        sums=[*map(stage.between, stage.sum_types)],
+        grads=[*map(stage.between, stage.grad_types)],
     )
-
-
-def _abstract(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-
-def _num_parts(type_: Any, stage: Stage) -> int:
-    return math.prod(stage.mesh.shape[axis] for axis in axes(type_, stage.mesh.axis_names))

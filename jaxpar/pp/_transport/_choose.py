@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxpar._errors import ParallelizeError
 from jaxpar.mesh import all_gather_object
 from jaxpar.mesh._process_group import current_group
+from jaxpar.pp._ranks import is_spread
 from jaxpar.pp._transport._in_process import DeviceCopies
 from jaxpar.pp._transport._permute import Permutes
 from jaxpar.pp._transport._protocol import Transport
@@ -41,7 +42,7 @@ def transport_between(meshes: tuple[Mesh, ...], name: TransportName) -> Transpor
     Raises:
         ParallelizeError: `name` is "pull", and a process cannot serve.
     """
-    if len({device.process_index for mesh in meshes for device in mesh.devices.flat}) == 1:
+    if not is_spread(meshes):
         return DeviceCopies()
     timeout_s = current_group().timeout_s
     if name == "auto" and _could_starve(meshes):

@@ -53,7 +53,7 @@ class Permutes:
         peers = {d.process_index for d in sides[0].devices.flat} - {jax.process_index()}
 
         def arrival() -> Leaves:
-            arrays = self._result(future, hop, wanted)
+            arrays = self._result(future, hop)
             self._arrivals.expect(Expected(hop, tuple(sorted(peers)), arrays))
             return arrays
 
@@ -64,27 +64,28 @@ class Permutes:
         if values is None:
             while self._under_way:
                 future, hop = self._under_way.popleft()
-                self._result(future, hop, [])
+                self._result(future, hop)
         self._arrivals.wait(values)
 
-    def _result(
-        self, future: "concurrent.futures.Future[Leaves]", hop: Hop, wanted: Sequence[jax.ShapeDtypeStruct]
-    ) -> Leaves:
+    def _result(self, future: "concurrent.futures.Future[Leaves]", hop: Hop) -> Leaves:
         try:
             return future.result(self._timeout_s)
         except TimeoutError:
-            shapes = [f"{w.dtype}{list(w.shape)}" for w in wanted]
-            processes = [
+            source, target = (
                 sorted({d.process_index for d in self._meshes[rank].devices.flat})
                 for rank in (hop.source, hop.target)
-            ]
-            expects = f"expects {shapes} from" if wanted else "waits for"
-            peer, others = (hop.source, processes[0]) if wanted else (hop.target, processes[1])
+            )
             raise ProcessGroupError(
-                f"pipeline: {hop.what}, did not come within {self._timeout_s:g} s: rank {hop.target if wanted else hop.source} of "
-                f"the pipeline (process {jax.process_index()}) {expects} rank {peer} (processes {others}). Look at the output of "
-                f"those. If they are only slow, write init_process_group(timeout_s=...)."
+                f"pipeline: {hop.what}, did not come within {self._timeout_s:g} s: from rank {hop.source} of the "
+                f"pipeline (processes {source}) to rank {hop.target} (processes {target}), and this is process "
+                f"{jax.process_index()}. Look at the output of those. If they are only slow, write "
+                f"init_process_group(timeout_s=...)."
             ) from None
+        except jax.errors.JaxRuntimeError as error:
+            raise ProcessGroupError(
+                f"pipeline: another process of the pipeline is lost, as seen from process {jax.process_index()}. Under way: "
+                f"{hop.what}, from rank {hop.source} to rank {hop.target}. {error}"
+            ) from error
 
 
 def _permuted(
@@ -92,9 +93,8 @@ def _permuted(
 ) -> Leaves:
     """The values at the target; nothing in a process that has no device there."""
     if sides[0].devices.flat[0].platform == "cpu":
-        jax.block_until_ready(
-            values
-        )  # else the program would wait in the runtime's pool, and keep others out of it
+        # Else the program would wait in the runtime's pool, and keep others out of it.
+        jax.block_until_ready(values)
     mesh = auto_mesh(np.stack([side.devices.reshape(-1) for side in sides]), _AXES)
     whole = NamedSharding(mesh, PartitionSpec(_AXES))
     parts = [parts_of(x) for x in values] if values is not None else [{} for _ in wanted]
