@@ -45,6 +45,7 @@ class StageCode:
         forward: `(*params, *others, *received) -> (*sent, *results, *kept)`.
         backward: `(*params, *kept, *received, *gradients of floating sent) -> (*gradients of params, *of floating received)`.
         halves: the same cut into input gradients and weight gradients.
+        programs: forward and backward as closed jaxprs, to compare stages by.
     """
 
     params: tuple[int, ...]
@@ -62,6 +63,7 @@ class StageCode:
     forward: Callable[..., Leaves]
     backward: Callable[..., Leaves]
     halves: Halves
+    programs: tuple[Any, Any]
 
 
 def trace_stages(
@@ -113,7 +115,7 @@ def _stage(
     """The code of one stage, and what it sends, as tracers."""
     params = tuple(i for i in piece.reads if i < num_params)
     others = tuple(i for i in piece.reads if i >= num_params)
-    run = _compat.as_function(piece.program.jaxpr, piece.program.consts)
+    run = _run(piece.program)
     has_total = 0 in piece.results
     # Outputs that have a gradient first: what is sent and floating, the total; then the others.
     is_sent_floating = [is_floating(v.aval) for v in piece.program.jaxpr.outvars[: piece.num_sent]]
@@ -158,6 +160,7 @@ def _stage(
         return [*of_full, *(x for x, want in zip(of_given, wanted, strict=True) if want)]
 
     closed = trace(backward, *full, *kept, *received, *from_after, through_remat=True)
+    closed_forward = jax.make_jaxpr(forward)(*full, *given)
     types = tuple(closed.out_avals)
     stage = StageCode(
         params=params,
@@ -172,9 +175,10 @@ def _stage(
         gradients_before=types[len(full) :],
         gradients_after=_types(from_after),
         number=number,
-        forward=_traced(forward, *full, *given),
-        backward=_compat.as_function(closed.jaxpr, closed.consts),
+        forward=_run(closed_forward),
+        backward=_run(closed),
         halves=halves(closed, [i >= len(full) for i in range(len(closed.jaxpr.outvars))]),
+        programs=(closed_forward, closed),
     )
     return stage, outputs[: piece.num_sent]
 
@@ -183,7 +187,7 @@ def _forward_stage(
     piece: Piece, inputs: Leaves, received: Leaves, num_params: int, number: int
 ) -> tuple[StageCode, Leaves]:
     """The code of a stage that only evaluates: it keeps nothing, and its backward does nothing."""
-    run = _compat.as_function(piece.program.jaxpr, piece.program.consts)
+    run = _run(piece.program)
     values = [*(inputs[i] for i in piece.reads), *received]
     outputs = run(*values)
     nothing = trace(lambda *values: [], *values)
@@ -201,14 +205,14 @@ def _forward_stage(
         gradients_after=(),
         number=number,
         forward=run,
-        backward=_compat.as_function(nothing.jaxpr, nothing.consts),
+        backward=_run(nothing),
         halves=halves(nothing, []),
+        programs=(piece.program, nothing),
     )
     return stage, outputs[: piece.num_sent]
 
 
-def _traced(fn: Callable[..., Leaves], *args: Any) -> Callable[..., Leaves]:
-    closed = jax.make_jaxpr(fn)(*args)
+def _run(closed: Any) -> Callable[..., Leaves]:
     return _compat.as_function(closed.jaxpr, closed.consts)
 
 

@@ -20,7 +20,7 @@ from jaxpar.train._stage_trace import LossTrace
 
 def one_program(
     trace: LossTrace,
-    stages: Sequence[Stage],
+    meshes: Sequence[Mesh],
     mesh: Mesh,
     axis: str,
     params: Sequence[Any],
@@ -32,7 +32,7 @@ def one_program(
 
     Args:
         trace: of the loss, over the mesh of a stage.
-        stages: as it cuts them; what they work on lies on their own devices.
+        meshes: of each stage: there lies what it works on.
         mesh: the whole one.
         axis: the pipeline's.
         params: parameters, or their shapes.
@@ -47,7 +47,10 @@ def one_program(
         mesh=mesh,
         axis=axis,
         stages=tuple(Stage(code, traced.kinds, mesh) for code in traced.codes),
-        arrays=tuple(abstract_arrays(stage, params, rest, batch) for stage in stages),
+        arrays=tuple(
+            abstract_arrays(Stage(code, traced.kinds, stage_mesh), params, rest, batch)
+            for code, stage_mesh in zip(traced.codes, meshes, strict=True)
+        ),
     )
 
 

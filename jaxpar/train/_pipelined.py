@@ -141,8 +141,8 @@ class PipelinedStep:
         leaves, treedef = jax.tree.flatten(batch)
         is_global = all(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
         shapes = leaves if is_global else self._batch.shapes(leaves)
-        _, stages = self._stages(self._trace, shapes, treedef)
-        return self._one_program(stages, shapes, treedef).lower(self._plan.schedule, self._counts(stages))
+        program = self._one_program(shapes, treedef)
+        return program.lower(self._plan.schedule, self._counts(program.stages))
 
     def measure(self, batch: PyTree, *, repeats: int) -> Costs:
         """Times the programs of each stage, alone; nothing is trained."""
@@ -206,14 +206,13 @@ class PipelinedStep:
             borrowed=tuple(map(self._borrowed, range(len(stages)), stages)),
             program=None
             if self._plan.executor == "mpmd" or trace.is_forward_only
-            else self._one_program(stages, batch, treedef),
+            else self._one_program(batch, treedef),
         )
 
-    def _one_program(
-        self, stages: Sequence[Stage], batch: Sequence[jax.ShapeDtypeStruct], treedef: Any
-    ) -> OneProgram:
+    def _one_program(self, batch: Sequence[jax.ShapeDtypeStruct], treedef: Any) -> OneProgram:
         mesh, axis = self._parts.mesh, self._plan.axis
-        return one_program(self._trace, stages, mesh, axis, *self._model.values(), batch, treedef)
+        meshes = [*map(self._ranks.mesh_of, range(self._plan.schedule.n_stages))]
+        return one_program(self._trace, meshes, mesh, axis, *self._model.values(), batch, treedef)
 
     def _stages(
         self,

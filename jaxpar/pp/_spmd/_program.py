@@ -111,8 +111,11 @@ class TickLoop:
         specs = tuple(self.slots[role].specs for role in roles)
         by_rank = jax.tree.map(lambda _: PartitionSpec(self.axis), rows(self.tables))
         mapped = jax.shard_map(self._run, mesh=self.mesh, in_specs=(by_rank, *specs), out_specs=specs[3:])
-        # A message, and beside it what a stage has under way: else XLA ends the message before it begins the stage.
-        options = _compat.compiler_options(self.mesh.devices.flat[0].platform, num_at_once=3)
+        # A message, and beside it what a stage has under way over each of the other axes: else XLA ends the message before
+        # it begins the stage.
+        options = _compat.compiler_options(
+            self.mesh.devices.flat[0].platform, num_at_once=1 + len(self.mesh.axis_names)
+        )
         return jax.jit(mapped, donate_argnums=(4, 5, 6), compiler_options=options)
 
     def _run(

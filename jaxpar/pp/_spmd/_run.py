@@ -1,7 +1,7 @@
 """Run a schedule as one program: the arrays of all stages go into slots, through the tick loop, and back to their stages."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.pp._schedule._schedule import Schedule
+from jaxpar.pp._spmd._alike import alike
 from jaxpar.pp._spmd._lift import Lift, lifted_type
 from jaxpar.pp._spmd._moments import moments
 from jaxpar.pp._spmd._program import TickLoop, rows
@@ -71,18 +72,30 @@ class OneProgram:
     def _loop(self, schedule: Schedule, counts: Sequence[frozenset[int]]) -> TickLoop:
         slots_of = functools.partial(Slots.of, self.mesh, self.axis, schedule.rank_of_stage)
         values = Values([stage.code for stage in self.stages], self.axis)
+        slots = {
+            role: slots_of([[*map(lifted_type, getattr(a, role))] for a in self.arrays])
+            for role in READ + DONATED
+        }
+
+        def outside(s: int) -> Hashable:
+            """What a stage's programs take from around them."""
+            fixed = tuple((x.shape, x.dtype) for x in self.arrays[s].fixed)
+            hops = tuple(
+                (schedule.rank_of_stage[t] - schedule.rank_of_stage[s]) % schedule.n_ranks
+                for t in (s - 1, s + 1)
+                if 0 <= t < schedule.n_stages
+            )
+            return tuple(x.places[s] for x in slots.values()), fixed, counts[s], hops
+
         return TickLoop(
             mesh=self.mesh,
             axis=self.axis,
             stages=self.stages,
             counts=tuple(counts),
-            slots={
-                role: slots_of([[*map(lifted_type, getattr(a, role))] for a in self.arrays])
-                for role in READ + DONATED
-            },
+            slots=slots,
             fixed=tuple(tuple(a.fixed) for a in self.arrays),
             values=values,
-            tables=tables(moments(schedule), values),
+            tables=tables(moments(schedule), values, alike(self.stages, outside)),
         )
 
     def _compiled(self, schedule: Schedule, counts: Sequence[frozenset[int]]) -> "_Compiled":

@@ -19,7 +19,7 @@ from jaxpar.pp._schedule._action import Action, Op
 from jaxpar.pp._spmd._moments import Moments
 from jaxpar.pp._spmd._values import Kind, Pool, Value, Values
 
-Program = tuple[Op, int]  # of a stage
+Program = tuple[Op, int]  # of a stage, the first of those that are alike
 GROUPS = ((Op.F,), (Op.B, Op.I), (Op.W,))
 
 
@@ -81,9 +81,9 @@ def places(message: Message, kinds: list[Kind]) -> list[int]:
     return [free[kind].pop(0) for kind in kinds]
 
 
-def tables(moments: Moments, values: Values) -> Tables:
-    """Number programs, messages and registers."""
-    return _Maker(moments, values).made()
+def tables(moments: Moments, values: Values, alike: tuple[int, ...]) -> Tables:
+    """Number programs, messages and registers; a stage runs the programs of the first one that is like it."""
+    return _Maker(moments, values, alike).made()
 
 
 @dataclass
@@ -112,8 +112,8 @@ class _Rank:
 
 
 class _Maker:
-    def __init__(self, moments: Moments, values: Values) -> None:
-        self.moments, self.values = moments, values
+    def __init__(self, moments: Moments, values: Values, alike: tuple[int, ...]) -> None:
+        self.moments, self.values, self.alike = moments, values, alike
         self.ranks = [_Rank() for _ in moments.rows[0]]
         self.last_read = {
             value: moment
@@ -201,7 +201,7 @@ class _Maker:
 
     def _phase(self, phase: int, used: dict[Pool, int]) -> Phase:
         rows = self.moments.rows[phase :: self.moments.num_phases]
-        found = sorted({(a.op, a.stage) for row in rows for a in row if a is not None})
+        found = sorted({self._program(a) for row in rows for a in row if a is not None})
         programs = tuple(filter(None, (tuple(p for p in found if p[0] in ops) for ops in GROUPS)))
         mine = {at: x for at, x in self.operands.items() if at[0] % self.moments.num_phases == phase}
         shape = (len(self.ranks), len(rows))
@@ -212,14 +212,17 @@ class _Maker:
             action, tick = self.moments.rows[moment][rank], moment // self.moments.num_phases
             assert action is not None and action.microbatch is not None
             for group, some in enumerate(programs):
-                if (action.op, action.stage) in some:
-                    choice[rank, tick, group] = 1 + some.index((action.op, action.stage))
+                if self._program(action) in some:
+                    choice[rank, tick, group] = 1 + some.index(self._program(action))
             microbatch[rank, tick] = action.microbatch
             registers[rank, tick, : len(operands)] = operands
         messages = self.messages[phase]
         arrivals = {offset: self._arrivals(phase, offset, shape, used) for offset in messages}
         is_late = self.moments.is_late[phase]
         return Phase(programs, messages, is_late, choice, microbatch, registers, arrivals)
+
+    def _program(self, action: Action) -> Program:
+        return action.op, self.alike[action.stage]
 
     def _arrivals(self, phase: int, offset: int, shape: tuple[int, int], used: dict[Pool, int]) -> np.ndarray:
         nowhere = np.array([used[pool] for _, pool in self.messages[phase][offset].landings], np.int32)
