@@ -44,7 +44,7 @@ def _call(
     original: Any, self: Any, unit: Unit, order: Order, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     variables = own_variables(self)
-    shards = [v.get_value() for v in variables]
+    shards = [v.get_raw_value() for v in variables]
     if not any(map(is_shard, variables, shards)):
         whole = cast_floating(shards, unit.policy.param_dtype)
         with _assigned(variables, _own(variables, whole)), order.inside(self):
@@ -89,7 +89,7 @@ def _gather(
 ) -> list[jax.Array]:
     # Summed over the replicas as shards, after the reduce-scatter: the transpose of this cast.
     shards = [
-        vary(v.get_value(), live_axes(unit.replicate_axes)) if record_of(v) else v.get_value()
+        vary(v.get_raw_value(), live_axes(unit.replicate_axes)) if record_of(v) else v.get_raw_value()
         for v in variables
     ]
     # In the backward, units two further ahead than the prefetch wait for this reduce-scatter. XLA:GPU puts off gradients of
@@ -150,7 +150,7 @@ def _usable(variables: Sequence[Variable]) -> Iterator[None]:
 @contextlib.contextmanager
 def _assigned(variables: Sequence[Variable], values: Sequence[jax.Array]) -> Iterator[None]:
     """Within the block the variables hold other values."""
-    before = [v.get_value() for v in variables]
+    before = [v.get_raw_value() for v in variables]
     try:
         for variable, value in zip(variables, values, strict=True):
             variable.set_value(value)

@@ -86,6 +86,12 @@ def restart_order() -> None:
         order.restart()
 
 
+def modules_at_hand() -> tuple[Any, ...]:
+    """Where to look for a variable of this trace: the model, and the units in progress, outermost first."""
+    order = _CURRENT.get()
+    return () if order is None else (*([] if order.root is None else [order.root]), *order.modules)
+
+
 @contextlib.contextmanager
 def current_order() -> Iterator[Order]:
     """The order of this trace, or a new one."""

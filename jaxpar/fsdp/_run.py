@@ -71,10 +71,10 @@ def run_regathering(
     def pure(full: Leaves, inputs: Leaves) -> Leaves:
         whole = [own_shape(variables[i], full[i]) for i in order]
         again = nnx.merge(graphdef, jax.tree.unflatten(own_def, whole), jax.tree.unflatten(rest_def, inputs))
-        before = {path: x.get_value() for path, x in _variables(again)}
+        before = {path: x.get_raw_value() for path, x in _variables(again)}
         with new_order(modules=(again[0],)):
             out = original.func(again[0], *again[1], **again[2])
-        changed = [(path, x) for path, x in _variables(again) if before.get(path) is not x.get_value()]
+        changed = [(path, x) for path, x in _variables(again) if before.get(path) is not x.get_raw_value()]
         leaves, treedef = jax.tree.flatten(out)
         is_array = [isinstance(x, jax.Array) for x in leaves]
         static = tuple(None if array else x for x, array in zip(leaves, is_array, strict=True))

@@ -22,6 +22,7 @@ from jaxpar._module import vary, varying_axes
 from jaxpar._pytree import PyTree
 from jaxpar.ddp._order import ready_order
 from jaxpar.fsdp._order import new_order
+from jaxpar.fsdp._outside import refused_outside
 from jaxpar.fsdp._whole import Units
 from jaxpar.train._dropout import Positions, use_global_positions
 from jaxpar.train._metrics import split_output, sum_over_ranks, values
@@ -93,7 +94,7 @@ class LocalStep:
         model = self.merge(params, rest)
         rows = next((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), 0)
         use_global_positions(model, replace(self.positions, num_rows=rows), microbatch)
-        with new_order(root=model, is_cut=self.is_cut):
+        with new_order(root=model, is_cut=self.is_cut), refused_outside(model):
             loss, metrics = split_output(self.loss_fn(model, batch))
         return Mean(vary(loss.total, self.axes), loss.count), metrics, self.split(model)
 
