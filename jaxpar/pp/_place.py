@@ -118,10 +118,20 @@ class Copies:
         if known is None or known[0] is not x:
             source = self._ranks.meshes.index(x.sharding.mesh)
             what = f"the value of {name} on rank {source}"
-            # Over processes a copy: the optimizer donates the value, perhaps before the other rank has fetched it.
-            values = [jnp.copy(x) if self._ranks.is_spread else x] if source in self._ranks.here else None
-            arrival = self._ranks.move(values, source, rank, [wanted(x, sharding)], what)
-            self.keep(rank, name, x, x if arrival is None else arrival()[0])
+            is_key = self._ranks.is_spread and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            like = (
+                jax.eval_shape(jax.random.key_data, x) if is_key else x
+            )  # between processes only numbers travel
+            values = None
+            if source in self._ranks.here:
+                # Over processes a copy: the optimizer donates the value, perhaps before the other rank has fetched it.
+                sent = jax.random.key_data(x) if is_key else x
+                values = [jnp.copy(sent) if self._ranks.is_spread else sent]
+            arrival = self._ranks.move(values, source, rank, [wanted(like, sharding)], what)
+            copy = x if arrival is None else arrival()[0]
+            if is_key and arrival is not None:
+                copy = jax.random.wrap_key_data(copy, impl=jax.random.key_impl(x))
+            self.keep(rank, name, x, copy)
         return self._known[rank, name][1]
 
     def keep(self, rank: int, name: Hashable, x: Any, copy: Any) -> None:

@@ -41,6 +41,7 @@ from jaxpar.train._one_program import one_program, refuse_unequal
 from jaxpar.train._parts import Parts, check_dealt_rows
 from jaxpar.train._stage_batch import StageBatch
 from jaxpar.train._stage_end import GradientsOfStage, MeansOfAll
+from jaxpar.train._stage_homes import StageHomes
 from jaxpar.train._stage_metrics import StageMetrics
 from jaxpar.train._stage_optimizer import StageOptimizer
 from jaxpar.train._stage_results import Owners, StageResults
@@ -109,6 +110,7 @@ class PipelinedStep:
         self._compiled: dict[Any, Compiled] = {}
         self._owners: Owners | None = None
         self._results: StageResults | None = None
+        self._homes: StageHomes | None = None
         self._optimizer: StageOptimizer | None = None
 
     def __call__(self, batch: PyTree) -> dict[str, PyTree]:
@@ -284,6 +286,7 @@ class PipelinedStep:
         own_params = list(map(self._put, params, self._trace.params, owners.params))
         own_rest = list(map(self._put, rest, self._trace.rest, owners.rest))
         self._model.assign(own_params, own_rest)
+        self._homes = StageHomes(self._model.rest_names, [x.sharding for x in own_rest])
         borrowed_params: set[int] = set()
         for s, stage in enumerate(stages):
             of_params, of_rest = self._borrowed(s, stage)
@@ -319,12 +322,13 @@ class PipelinedStep:
     # Every step
 
     def _step(self, compiled: Compiled, batch: Leaves) -> dict[str, PyTree]:
-        assert self._optimizer is not None
+        assert self._optimizer is not None and self._homes is not None
         arrays = self._arrays(compiled, batch)
         metrics, scale_on = compiled.metrics(self._run(self._plan.schedule, compiled, arrays))
         params, rest = self._model.values()
         grads, rest = self._gradients(compiled, arrays, scale_on, params, rest)
         self._model.assign(params, rest)
+        self._homes.know(rest)
         return dict(metrics) | self._optimizer(grads)
 
     def _run(
@@ -372,7 +376,11 @@ class PipelinedStep:
 
     def _arrays(self, compiled: Compiled, batch: Leaves) -> list[StageArrays | None]:
         """What the stages that are here begin with."""
+        assert self._homes is not None
         params, rest = self._model.values()
+        if not self._homes.are_known(rest):
+            rest = self._homes.home(rest)
+            self._model.assign(params, rest)
         arrays: list[StageArrays | None] = []
         for s, stage in enumerate(compiled.stages):
             rank, (_, of_rest) = self._ranks.of_stage[s], compiled.borrowed[s]

@@ -58,7 +58,12 @@ class Variables:
     @property
     def chosen_names(self) -> tuple[str, ...]:
         """Dotted names of the chosen variables."""
-        return leaf_names(jax.tree.unflatten(self.treedefs[0], [0] * self.treedefs[0].num_leaves))
+        return self._names(0)
+
+    @property
+    def rest_names(self) -> tuple[str, ...]:
+        """Dotted names of the others."""
+        return self._names(1)
 
     def values(self) -> tuple[list[jax.Array], list[jax.Array]]:
         """Returns the arrays that the variables hold now."""
@@ -82,6 +87,9 @@ class Variables:
     def rest_of(self, module: Any) -> list[Any]:
         """The second list of `split`."""
         return self.split(module)[1]
+
+    def _names(self, which: int) -> tuple[str, ...]:
+        return leaf_names(jax.tree.unflatten(self.treedefs[which], [0] * self.treedefs[which].num_leaves))
 
     def _known(self, state: Any, which: int) -> list[Any]:
         if jax.tree.structure(state) == self.treedefs[which]:

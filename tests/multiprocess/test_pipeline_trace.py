@@ -1,4 +1,7 @@
-"""A step over processes is traced as one timeline; unequal microbatches, several runs and evaluation are as on one device."""
+"""A step over processes is traced as one timeline; unequal microbatches, several runs and evaluation are as on one device.
+
+A random key that is assigned between steps, and that stages on both processes use, is theirs by either transport.
+"""
 
 import json
 from pathlib import Path
@@ -36,3 +39,7 @@ def test_two_processes_are_one_timeline(tmp_path: Path) -> None:
     for before, evaluated, after in losses:
         assert after < before
         np.testing.assert_allclose(evaluated, after, rtol=1e-6)
+    noisy = np.concatenate([json.loads(said(output, "noisy")) for output in everyone])  # runs, steps
+    np.testing.assert_allclose(noisy, noisy[:1].repeat(1 + 2 * 2, 0), rtol=1e-6)
+    assert len(set(noisy[0, :3])) == 3
+    np.testing.assert_allclose(noisy[:, 3], noisy[:, 0], rtol=1e-6)
