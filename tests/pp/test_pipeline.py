@@ -1,5 +1,6 @@
 """A pipelined `TrainStep` equals one device: loss, norm, metrics and parameters, in float64 at 1e-12.
 
+Whole steps, on samples of what test_contract.py enumerates: every schedule, number of ranks, of stages and of microbatches.
 A rig compiles its stages once and then walks every schedule that lies on the same ranks, from the same start. References: the
 same step on one device that accumulates (with dropout, whose masks depend on rows and not on microbatches), and plain optax.
 """
@@ -42,8 +43,10 @@ ROWS = 12
 
 @pytest.fixture(autouse=True, scope="module")
 def float64() -> Iterator[None]:
+    jax.config.update("jax_disable_most_optimizations", True)
     with jax.enable_x64(True):
         yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.cache
@@ -80,16 +83,16 @@ def test_one_stage_per_rank(name: str) -> None:
     rig((0, 1), 4).run(schedules(2, 4, 1)[name]).assert_equals(accumulated(), RTOL)
 
 
-@pytest.mark.parametrize("name", schedules(2, 4, 2))
-def test_two_stages_per_rank(name: str) -> None:
+@pytest.mark.parametrize("name", ["ZBVZeroBubble", "DualPipeV"])
+def test_stages_go_there_and_back(name: str) -> None:
+    """The first and the last stage share a rank, and with it the tied weight."""
     schedule = schedules(2, 4, 2)[name]
     rig(schedule.rank_of_stage, 4).run(schedule).assert_equals(accumulated(), RTOL)
 
 
-@pytest.mark.parametrize("n_microbatches", [1, 3])
-def test_one_stage_alone(n_microbatches: int) -> None:
-    for schedule in schedules(1, n_microbatches, 1).values():
-        rig((0,), n_microbatches).run(schedule).assert_equals(accumulated(), RTOL)
+def test_one_stage_alone() -> None:
+    for schedule in schedules(1, 3, 1).values():
+        rig((0,), 3).run(schedule).assert_equals(accumulated(), RTOL)
 
 
 def test_a_random_lawful_schedule_on_ranks_in_no_order() -> None:
@@ -114,7 +117,7 @@ def test_remat() -> None:
         remat.run(schedules(2, 4, 1)[name]).assert_equals(accumulated(), RTOL)
 
 
-# Any number of microbatches
+# Other references
 
 
 @functools.cache
@@ -148,15 +151,9 @@ def _clipped_adamw() -> optax.GradientTransformation:
     return optax.chain(optax.GradientTransformation(lambda params: (), clip), optax.adamw(1e-2))
 
 
-def test_three_times_as_many_microbatches_as_ranks() -> None:
-    for name in ("1F1B", "ZBH2"):
-        rig((0, 1), 6).run(schedules(2, 6, 1)[name]).assert_equals(accumulated(), RTOL)
-
-
-@pytest.mark.parametrize("n_microbatches", [1, 4, 5])
-def test_four_ranks_with_fewer_as_many_and_one_more_microbatch(n_microbatches: int) -> None:
-    """torchtitan#775: fewer microbatches than stages hang, or are forbidden where they would work."""
-    found = schedules(4, n_microbatches, 1)
+def test_four_ranks_and_five_microbatches_equal_plain_flax() -> None:
+    """The whole batch at once, without anything of this library."""
+    found = schedules(4, 5, 1)
     assert {"GPipe", "1F1B"} <= found.keys()
     four = pipelined(Model(4, dropout=0.0), found["1F1B"], batch_of(60))
     for schedule in found.values():
