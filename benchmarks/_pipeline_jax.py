@@ -18,7 +18,6 @@ from jaxpar.pp import pipeline
 from transformer import TransformerConfig
 
 SCHEDULES = ("GPipe", "1F1B", "ZBH1")
-CONFIG = dataclasses.replace(SMALL, depth=4)
 # Nothing to compute: what remains is what Python and the runtime take for an action.
 NOTHING = TransformerConfig(vocab=256, width=8, depth=2, heads=1, kv_heads=1, hidden=8)
 ROWS = 2  # of a microbatch
@@ -37,12 +36,12 @@ def main() -> None:
 def report(rounds: int, m: int) -> dict[str, Any]:
     """Seconds of steps, and microseconds of an action with nothing to compute."""
     p = jax.device_count()
-    tokens = batch(m)
-    steps = {name: pipelined(CONFIG, name, m) for name in SCHEDULES}
-    alone = one_device(CONFIG, m)
+    tokens, config = batch(m), config_of(p)
+    steps = {name: pipelined(config, name, m) for name in SCHEDULES}
+    alone = one_device(config, m)
     contenders = {name: lambda step=step: wait(step, tokens) for name, step in steps.items()}
     medians = interleave(contenders | {"one device": lambda: wait(alone, tokens)}, rounds=rounds)
-    idle = pipelined(NOTHING, "1F1B", m)
+    idle = pipelined(dataclasses.replace(NOTHING, depth=p), "1F1B", m)
     per_step_s = interleave({"nothing": lambda: wait(idle, tokens)}, rounds=rounds)["nothing"]
     return {
         "step_s": {name: medians[name] for name in SCHEDULES},
@@ -51,8 +50,13 @@ def report(rounds: int, m: int) -> dict[str, Any]:
     }
 
 
+def config_of(p: int) -> TransformerConfig:
+    """The small model, with a block for each rank at least."""
+    return dataclasses.replace(SMALL, depth=max(4, p))
+
+
 def batch(m: int) -> np.ndarray:
-    return np.random.default_rng(0).integers(0, CONFIG.vocab, (ROWS * m, TIME + 1), dtype=np.int32)
+    return np.random.default_rng(0).integers(0, SMALL.vocab, (ROWS * m, TIME + 1), dtype=np.int32)
 
 
 def pipelined(config: TransformerConfig, schedule: str, m: int) -> jaxpar.TrainStep:

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from _torch_model import TIME, VOCAB, Block, Transformer
 
-DEPTH, ROWS = 4, 2  # as in _pipeline_jax.py
+DEPTH, ROWS = 4, 2  # as in _pipeline_jax.py, for up to 4 ranks
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 
 

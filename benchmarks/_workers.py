@@ -12,8 +12,16 @@ from jaxpar_launch import launch
 
 HERE = Path(__file__).resolve().parent
 ONE_DEVICE_EACH, TWO_DEVICES = "2 processes", "1 process x 2 devices"
-ALONE, EIGHT_DEVICES = "1 process, 1 core", "1 process x 8 devices"
-LAYOUTS = {ALONE: (1, 1), TWO_DEVICES: (1, 2), ONE_DEVICE_EACH: (2, 1), EIGHT_DEVICES: (1, 8)}
+ALONE, FOUR_DEVICES, EIGHT_DEVICES = "1 process, 1 core", "1 process x 4 devices", "1 process x 8 devices"
+FOUR_PROCESSES = "4 processes"
+LAYOUTS = {
+    ALONE: (1, 1),
+    TWO_DEVICES: (1, 2),
+    FOUR_DEVICES: (1, 4),
+    EIGHT_DEVICES: (1, 8),
+    ONE_DEVICE_EACH: (2, 1),
+    FOUR_PROCESSES: (4, 1),
+}
 # Of the small model: 2 ranks with 8 rows of 64 tokens.
 TOKENS_PER_STEP = 2 * 8 * 64
 H100S = "{:,} H100s, compiled ahead of time"

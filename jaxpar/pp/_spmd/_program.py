@@ -28,6 +28,7 @@ from jaxpar.pp._spmd._tables import Message, Phase, Program, Tables, places
 from jaxpar.pp._spmd._values import Pool, Values, typed
 from jaxpar.pp._stage import Stage
 
+AT_ONCE = 16  # collectives: more than a stage of four blocks has under way over fsdp and tp
 Leaves = list[Any]
 Registers = dict[Pool, Any]
 
@@ -111,11 +112,9 @@ class TickLoop:
         specs = tuple(self.slots[role].specs for role in roles)
         by_rank = jax.tree.map(lambda _: PartitionSpec(self.axis), rows(self.tables))
         mapped = jax.shard_map(self._run, mesh=self.mesh, in_specs=(by_rank, *specs), out_specs=specs[3:])
-        # A message, and beside it what a stage has under way over each of the other axes: else XLA ends the message before
-        # it begins the stage.
-        options = _compat.compiler_options(
-            self.mesh.devices.flat[0].platform, num_at_once=1 + len(self.mesh.axis_names)
-        )
+        # XLA counts what a stage may have under way, and ends a message before a stage begins that leaves no room for it.
+        platform = self.mesh.devices.flat[0].platform
+        options = _compat.compiler_options(platform, num_at_once=AT_ONCE)
         return jax.jit(mapped, donate_argnums=(4, 5, 6), compiler_options=options)
 
     def _run(
