@@ -1,9 +1,11 @@
-"""The agent: one per host; prepares a round, starts its workers, hands them to a `Group`, cleans up.
+"""The agent: one per host; runs a job as rounds of workers, each to its end, until one goes well or none may follow.
 
-    LaunchSpec -> port + store + folder + guard  ->  Round 0  ->  workers  ->  Group.run  ->  Outcome
+    LaunchSpec -> folder + guard + signals
+                  round 0   port, store, workers -> Group.run -> a rank failed, 3 restarts are left
+                  round 1   port, store, workers -> Group.run -> all well
 
-Everything that outlives a round (store, guard, folder) is held here, everything of a round below: restarts and
-further hosts are more rounds, not another agent.
+JAX cannot take a lost process back, so a failure ends all workers of a round, and all start again. Everything that outlives a
+round (guard, folder, signals) is held in `run_agent`, everything of a round in `_run_round`.
 """
 
 import contextlib
@@ -12,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from jaxpar_launch._devices import num_cores
 from jaxpar_launch._errors import LaunchSpecError
@@ -20,6 +23,7 @@ from jaxpar_launch._group import Group, Outcome
 from jaxpar_launch._logs import MemorySink
 from jaxpar_launch._ports import PortReservation
 from jaxpar_launch._reaper import Reaper
+from jaxpar_launch._report import restart_text
 from jaxpar_launch._round import Round
 from jaxpar_launch._signals import SignalInbox
 from jaxpar_launch._spec import LaunchSpec
@@ -48,32 +52,66 @@ def run_agent(
     Raises:
         LaunchSpecError: the port is in use, or the program cannot be run; no worker is left.
     """
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    has_logs = bool(spec.log_dir or spec.redirects or spec.tee)
     with contextlib.ExitStack() as stack:
-        inbox = stack.enter_context(SignalInbox())
+        folder = RunFolder.make(log_dir=spec.log_dir, run_id=spec.run_id, is_kept=spec.has_logs)
+        stack.callback(folder.close)
+        job = _Job(
+            spec=spec,
+            inbox=stack.enter_context(SignalInbox()),
+            folder=folder,
+            reaper=stack.enter_context(contextlib.closing(Reaper())),
+            console=Console(socket.gethostname(), is_shown=is_shown, memories=memories),
+            deadline=None if timeout_s is None else time.monotonic() + timeout_s,
+        )
+        outcome, earlier = _run_round(job, 0), []
+        while outcome.can_restart and len(earlier) < spec.max_restarts:
+            earlier.append(restart_text(outcome.failures[0], number=len(earlier) + 1, most=spec.max_restarts))
+            if is_shown:
+                print(f"jaxpar-launch: {earlier[-1]}", file=sys.stderr, flush=True)
+            outcome = _run_round(job, len(earlier))
+        if is_shown and outcome.exit_code and os.isatty(1):
+            os.write(1, _SHOW_CURSOR)  # rank 0's progress bar hid it, and may not have lived to bring it back
+        return outcome.after(earlier)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What all rounds share."""
+
+    spec: LaunchSpec
+    inbox: SignalInbox
+    folder: RunFolder
+    reaper: Reaper
+    console: Console
+    deadline: float | None
+
+
+def _run_round(job: _Job, number: int) -> Outcome:
+    """Starts all workers and watches them to their end; gives the port and the store back."""
+    spec = job.spec
+    with contextlib.ExitStack() as stack:
         port = stack.enter_context(contextlib.closing(reserve_port(spec)))
         token = os.urandom(16).hex()
         store = stack.enter_context(contextlib.closing(StoreServer("127.0.0.1", token=token)))
-        folder = RunFolder.make(log_dir=spec.log_dir, run_id=spec.run_id, is_kept=has_logs)
-        stack.callback(folder.close)
-        reaper = stack.enter_context(contextlib.closing(Reaper()))
-        console = Console(socket.gethostname(), is_shown=is_shown, memories=memories)
-        round_ = first_round(spec, master_port=port.port, store=store.address, token=token)
+        round_ = round_of_one_host(
+            spec, number=number, master_port=port.port, store=store.address, token=token
+        )
         workers: list[Worker] = []
         stack.callback(lambda: [worker.close() for worker in workers])
         for local_rank in range(spec.nproc):
-            workers.append(_start(spec, round_, local_rank, folder, console))
-            reaper.watch(worker.pid for worker in workers)
-        if has_logs and is_shown:
-            print(f"jaxpar-launch: logs are in {folder.path}", file=sys.stderr, flush=True)
+            workers.append(_start(spec, round_, local_rank, job.folder, job.console))
+            job.reaper.watch(worker.pid for worker in workers)
+        if number == 0 and spec.has_logs and job.console.is_shown:
+            print(f"jaxpar-launch: logs are in {job.folder.path}", file=sys.stderr, flush=True)
         group = Group(
-            workers, spec=spec, inbox=inbox, host=console.hostname, deadline=deadline, reaper=reaper
+            workers,
+            spec=spec,
+            inbox=job.inbox,
+            host=job.console.hostname,
+            deadline=job.deadline,
+            reaper=job.reaper,
         )
-        outcome = group.run()
-        if is_shown and outcome.exit_code and os.isatty(1):
-            os.write(1, _SHOW_CURSOR)  # rank 0's progress bar hid it, and may not have lived to bring it back
-        return outcome
+        return group.run()
 
 
 def reserve_port(spec: LaunchSpec) -> PortReservation:
@@ -83,10 +121,10 @@ def reserve_port(spec: LaunchSpec) -> PortReservation:
     return PortReservation.draw(spec.master_addr)
 
 
-def first_round(spec: LaunchSpec, *, master_port: int, store: str, token: str) -> Round:
-    """Round 0 of a job on one host."""
+def round_of_one_host(spec: LaunchSpec, *, number: int, master_port: int, store: str, token: str) -> Round:
+    """A round of a job on one host; each is a restart of the one before."""
     return Round(
-        number=0,
+        number=number,
         world_size=spec.nproc,
         first_rank=0,
         group_rank=0,

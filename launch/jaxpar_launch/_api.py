@@ -49,6 +49,7 @@ def launch(
     *,
     nproc: int = 1,
     devices_per_proc: int | None = None,
+    max_restarts: int = 0,
     timeout_s: float = 60.0,
     kind: str = "script",
     environ: Mapping[str, str] | None = None,
@@ -70,6 +71,7 @@ def launch(
             the other arguments are used).
         nproc: how many workers.
         devices_per_proc: CPU devices, or GPUs, of each worker.
+        max_restarts: how often all workers start again when one has failed.
         timeout_s: after so many seconds all workers are made to print their stacks, and killed.
         kind: "script", "module" (as `python -m`), or "program" (anything executable).
         environ: variables to set beside the inherited ones.
@@ -100,6 +102,7 @@ def launch(
             platform=platform,
             num_gpus=num_gpus(inherited) if platform == "gpu" else 0,
             devices_per_proc=devices_per_proc,
+            max_restarts=max_restarts,
             environ=environ or {},
             python=python,
         )

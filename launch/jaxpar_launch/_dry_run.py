@@ -6,7 +6,7 @@ Drawn when the job starts, and so shown by name here: a free port (PORT), the st
 import shlex
 from collections.abc import Mapping
 
-from jaxpar_launch._agent import first_round, worker_environ
+from jaxpar_launch._agent import round_of_one_host, worker_environ
 from jaxpar_launch._spec import LaunchSpec
 from jaxpar_launch.env import WorkerEnv
 
@@ -15,8 +15,8 @@ _PORT_STAND_IN = 1
 
 def dry_run_text(spec: LaunchSpec, inherited: Mapping[str, str]) -> str:
     """One block per worker: the variables it gets beside the inherited ones, then its command line."""
-    round_ = first_round(
-        spec, master_port=spec.master_port or _PORT_STAND_IN, store="127.0.0.1:1", token="SECRET"
+    round_ = round_of_one_host(
+        spec, number=0, master_port=spec.master_port or _PORT_STAND_IN, store="127.0.0.1:1", token="SECRET"
     )
     return "\n\n".join(
         _block(spec, round_.worker_env(spec, local_rank=local_rank, error_file="ERROR_FILE"), inherited)

@@ -13,7 +13,8 @@ import selectors
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from jaxpar_launch._logs import Stream
 from jaxpar_launch._reaper import Reaper
@@ -32,12 +33,24 @@ _PIPE_CHUNKS = 16
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a round ended on this host: the launcher's exit code, failures (root cause first), the report."""
+    """How a round ended on this host: the launcher's exit code, failures (root cause first), the report.
+
+    It can be run again if a worker failed, and nobody asked for the end.
+    """
 
     exit_code: int
     failures: tuple[Failure, ...]
     report: str
     is_timeout: bool = False
+    can_restart: bool = False
+
+    def after(self, earlier: Sequence[str]) -> "Outcome":
+        """The same, with what went before it in the report of a job that failed in the end."""
+        if not earlier or not self.report:
+            return self
+        return replace(
+            self, report="\n".join([self.report, "  before that:", *(f"  - {line}" for line in earlier)])
+        )
 
 
 class Group:
@@ -160,7 +173,12 @@ class Group:
                 for worker, fate in zip(self._workers, others, strict=True)
                 if worker.env.rank not in blamed
             ]
-            return Outcome(_shell_code(failures[0].exit_code), failures, failure_text(failures, others=fates))
+            return Outcome(
+                _shell_code(failures[0].exit_code),
+                failures,
+                failure_text(failures, others=fates),
+                can_restart=self._user_signal is None and not self._is_timeout,
+            )
         if self._is_timeout:
             head = "jaxpar-launch: the job did not end in time and was killed."
             return Outcome(TIMEOUT_EXIT_CODE, (), "\n  ".join([head, *others]), is_timeout=True)

@@ -12,13 +12,15 @@ Starts a script in several processes on this host, watches them, and ends them t
   Any program                                jaxpar-launch --nproc-per-node 2 --no-python ./run.sh
   Keep every rank's output                   jaxpar-launch --nproc-per-node 2 --log-dir logs train.py
   Show only rank 0, the others in files      jaxpar-launch --nproc-per-node 2 --log-dir logs --redirects 1:3 train.py
+  Start again when a worker fails            jaxpar-launch --nproc-per-node 2 --max-restarts 3 train.py
   Time to write a checkpoint on SIGTERM      jaxpar-launch --nproc-per-node 2 --grace-period 120 train.py
   See what would be started                  jaxpar-launch --nproc-per-node 2 --dry-run train.py
 
 In the script, jaxpar.init_process_group(), or plain jax.distributed.initialize() without arguments, joins the
 workers; RANK, LOCAL_RANK, WORLD_SIZE and the other variables of torchrun are set. When one worker fails, the
 others are ended, the first failure is reported with its rank, exception and last lines, and its exit code (128 + n
-for signal n) becomes the launcher's. Wrong options exit with 2.
+for signal n) becomes the launcher's. With --max-restarts all workers start again instead, as often as that: they meet
+at a new port and find TORCHELASTIC_RESTART_COUNT one higher. Wrong options exit with 2.
 
 workers
   --nproc-per-node N|auto|gpu|cpu   workers on this host; auto: one per GPU, without GPUs one per core  [1]
@@ -31,12 +33,13 @@ where they meet
   --master-port PORT                for JAX's coordination service  [a free one]
   --standalone                      this host alone on a free port: the default, here for lines from torchrun
 output (for each worker: 0 none, 1 stdout, 2 stderr, 3 both; or by local rank, as 0:3,1:2)
-  --log-dir DIR                     writes <run>/attempt_0/<local rank>/stdout.log, stderr.log, error.json below DIR
+  --log-dir DIR                     writes <run>/attempt_<restart>/<local rank>/stdout.log, stderr.log, error.json below DIR
   -t, --tee WHICH                   to the log files and the console  [3 with --log-dir, else 0]
   -r, --redirects WHICH             to the log files only  [0]
   --local-ranks-filter RANKS        shows these local ranks on the console, as 0,1  [all]
   --log-line-prefix-template TEXT   before each line; ${rank} ${local_rank} ${role_name} ${hostname}  [[rank ${rank}] ]
-stopping
+restarting and stopping
+  --max-restarts N                  how often all workers start again when one has failed  [0]
   --grace-period S                  after SIGTERM or SIGINT to the launcher: until SIGKILL  [30]
   --failure-grace-period S          after a worker failed: until SIGKILL of the others  [1]
   --monitor-interval S              longest time between two looks at the workers  [0.1]

@@ -4,7 +4,7 @@
     round 1    ...              coordinator 127.0.0.1:40877         a restart or new members: a new round
 
 JAX cannot take a lost process back into a running job, so whatever changes the membership makes a new round
-with a new coordinator. Today's launcher runs round 0 of one host.
+with a new coordinator.
 """
 
 from dataclasses import dataclass
@@ -40,6 +40,7 @@ class Round:
             master_addr=self.master_addr,
             master_port=self.master_port,
             restart_count=self.number,
+            max_restarts=spec.max_restarts,
             run_id=spec.run_id,
             store=self.store,
             store_token=self.store_token,

@@ -30,6 +30,7 @@ class LaunchSpec:
         nproc        workers on this host       platform  cpu, gpu, or other (left to JAX)
         grace_s      SIGTERM -> SIGKILL         when the launcher is told to stop: time to write a checkpoint
         failure_grace_s  the same               when a worker failed: short, for JAX swallows SIGTERM
+        max_restarts     how often all workers start again when one has failed
 
     Raises:
         LaunchSpecError: at construction; names the flag and the line to write instead.
@@ -52,6 +53,7 @@ class LaunchSpec:
     run_id: str = "none"
     grace_s: float = 30.0
     failure_grace_s: float = 1.0
+    max_restarts: int = 0
     monitor_interval_s: float = 0.1
     log_dir: str | None = None
     redirects: StreamChoice = StreamChoice()
@@ -64,6 +66,11 @@ class LaunchSpec:
     def __post_init__(self) -> None:
         for check in (_check_command, _check_devices, _check_numbers, _check_logs):
             check(self)
+
+    @property
+    def has_logs(self) -> bool:
+        """Whether output goes to files that stay."""
+        return bool(self.log_dir or self.redirects or self.tee)
 
     def argv(self, error_file: str) -> list[str]:
         """The command of one worker; Python workers run inside `_run.py`, which records their failure."""
@@ -122,6 +129,10 @@ def _check_numbers(spec: LaunchSpec) -> None:
     if spec.master_port is not None and not 0 < spec.master_port < 65536:
         raise LaunchSpecError(
             f"--master-port {spec.master_port} does not lie in 1..65535. Leave it out to get a free port."
+        )
+    if spec.max_restarts < 0:
+        raise LaunchSpecError(
+            f"--max-restarts {spec.max_restarts}: a job cannot restart less than never. Write --max-restarts 0, or more."
         )
     for flag, value, least in (
         ("--grace-period", spec.grace_s, 0.0),

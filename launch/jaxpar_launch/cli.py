@@ -31,7 +31,6 @@ _LATER = (
     "--rdzv-conf",
     "--local-addr",
 )
-_LATER += ("--max-restarts",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,6 +83,7 @@ def _parser() -> _Parser:
     add("--log-line-prefix-template", default=DEFAULT_PREFIX)
     add("--grace-period", type=_number(float, "30"), default=30.0)
     add("--failure-grace-period", type=_number(float, "1"), default=1.0)
+    add("--max-restarts", type=_number(int, "3"), default=0)
     add("--monitor-interval", type=_number(float, "0.1"), default=0.1)
     add("--dry-run", action="store_true")
     add("-h", "--help", action="store_true")
@@ -136,7 +136,7 @@ def _from_environ(is_switch: dict[str, bool]) -> list[str]:
 def _unknown(flag: str, flags: list[str]) -> str:
     if flag in _LATER:
         return (
-            f"{flag}: this version runs on one host and does not restart workers. Leave it out; "
+            f"{flag}: this version runs on one host. Leave it out; "
             "`jaxpar-launch --nproc-per-node 2 train.py` is a complete line."
         )
     import difflib
@@ -172,6 +172,7 @@ def _spec(options: argparse.Namespace, command: tuple[str, ...]) -> LaunchSpec:
         role=options.role,
         grace_s=options.grace_period,
         failure_grace_s=options.failure_grace_period,
+        max_restarts=options.max_restarts,
         monitor_interval_s=options.monitor_interval,
         log_dir=options.log_dir,
         redirects=redirects,
