@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar._errors import BatchError
-from jaxpar._pytree import PyTree
+from jaxpar._pytree import PyTree, leaf_name
 from jaxpar.fsdp._zero1 import Cut
 from jaxpar.train._local import LocalStep
 from jaxpar.train._variables import Variables
@@ -52,9 +52,10 @@ def check_dealt_rows(batch: PyTree, num_ranks: int, num_parts: int, batch_axes: 
     """Rows of each rank, which need not divide into microbatches if every array has as many.
 
     Raises:
-        BatchError: rows do not divide into ranks, are fewer than microbatches, or differ between arrays and do not divide.
+        BatchError: a leaf has no rows; rows do not divide into ranks, are fewer than microbatches, or differ between arrays and
+            do not divide.
     """
-    rows = {x.shape[0] if x.ndim else 0 for x in jax.tree.leaves(batch)}
+    rows = _numbers_of_rows(batch)
     if len(rows) != 1:
         check_rows(batch, num_ranks, num_parts, batch_axes)
         return num_parts
@@ -71,7 +72,7 @@ def check_dealt_rows(batch: PyTree, num_ranks: int, num_parts: int, batch_axes: 
 
 
 def check_rows(batch: PyTree, num_ranks: int, accumulate: int, batch_axes: tuple[str, ...]) -> None:
-    rows = {x.shape[0] if x.ndim else 0 for x in jax.tree.leaves(batch)}
+    rows = _numbers_of_rows(batch)
     for size in sorted(rows):
         if size == 0 or size % (num_ranks * accumulate):
             raise BatchError(
@@ -80,3 +81,19 @@ def check_rows(batch: PyTree, num_ranks: int, accumulate: int, batch_axes: tuple
                 f"batch, mask = jaxpar.data.pad_batch(batch, {-(-size // (num_ranks * accumulate)) * num_ranks * accumulate}) "
                 f"and return jaxpar.Mean((losses * mask).sum(), mask.sum())."
             )
+
+
+def _numbers_of_rows(batch: PyTree) -> set[int]:
+    """The sizes of dim 0 of all leaves.
+
+    Raises:
+        BatchError: a leaf is a scalar.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    for path, x in leaves:
+        if not x.ndim:
+            raise BatchError(
+                f"TrainStep: {leaf_name(path) or 'the batch'} is a scalar ({x.dtype}), and of every array in the batch each device "
+                f"takes its own rows. Repeat it for each row, or give it to the loss function: functools.partial(loss_fn, scale=2.0)."
+            )
+    return {x.shape[0] for _, x in leaves}

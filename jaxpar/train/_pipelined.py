@@ -187,7 +187,8 @@ class PipelinedStep:
     def _compile(self, trace: LossTrace, batch: Sequence[jax.ShapeDtypeStruct], treedef: Any) -> Compiled:
         self._meet(batch)
         num_parts = math.prod(self._parts.mesh.shape[axis] for axis in self._parts.batch_axes)
-        num_rows = check_dealt_rows(batch, num_parts, trace.n_microbatches, self._parts.batch_axes)
+        named = jax.tree.unflatten(treedef, batch)
+        num_rows = check_dealt_rows(named, num_parts, trace.n_microbatches, self._parts.batch_axes)
         if self._plan.executor == "spmd":
             refuse_unequal(num_rows, trace.n_microbatches, num_parts)
         traced, stages = self._stages(trace, batch, treedef)

@@ -1,4 +1,7 @@
-"""A pipeline over 2 and 4 processes equals one device in float64, whichever way activations travel."""
+"""A pipeline over 2 and 4 processes equals one device in float64, whichever way activations travel.
+
+PP6, W8: loss and metrics are on every process, not only on the last stage's.
+"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""An action is read as PyTorch writes it, and nothing else is read."""
+"""W7: an action is read as PyTorch writes it, and nothing else is read."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Stages by hand are what they are on one device, and a pipeline cuts between them."""
+"""PP3: stages by hand are what they are on one device, and a pipeline cuts between them."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -25,6 +25,8 @@ from pieces import composed, homes, mark, pieces_of, sent, w, x
 
 
 def test_pieces_compose_to_the_program_and_stages_meet_at_the_marks() -> None:
+    """PP1."""
+
     def fn(w: Any, x: Any) -> list[Any]:
         h = mark(w * x * 3.0, 1)
         return [mark(h * 5.0, 2).sum() * 7.0]
@@ -86,6 +88,8 @@ def test_an_embedding_goes_to_the_first_stage_that_uses_it() -> None:
 
 
 def test_a_skip_connection_is_relayed_by_every_stage_between() -> None:
+    """W8."""
+
     def fn(w: Any, x: Any) -> list[Any]:
         h = skip = w * x
         for stage in (1, 2, 3):

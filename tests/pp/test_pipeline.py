@@ -20,7 +20,7 @@ import pytest
 from flax import nnx
 
 import jaxpar
-from jaxpar._errors import ScheduleError
+from jaxpar._errors import BatchError, ScheduleError
 from jaxpar.pp import Schedule, _walk, get_schedule, schedule_names
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -197,12 +197,22 @@ def squares(model: Any, batch: dict[str, Any]) -> jax.Array:
 
 
 def test_variables_go_from_microbatch_to_microbatch_within_their_stages() -> None:
+    """PP4, W4: nothing but the step's own forwards changes them, no pass that finds out shapes: so they are right after step 1."""
     rng = np.random.default_rng(0)
     batch = {"x": rng.normal(size=(8, 4)), "y": rng.normal(size=(8, 1))}
     # A bias before a batch norm has no gradient but rounding, which AdamW would blow up.
     options: dict[str, Any] = {"loss": squares, "tx": optax.sgd(0.1, momentum=0.9)}
     one = on_one_device(Normed(), batch, accumulate=4, **options)
     three = pipelined(Normed(), get_schedule("1F1B", 3, 4), batch, splits=["norm", "down"], **options)
+    plain = Normed()
+    plain.train()
+    for rows in np.split(batch["x"], 4):
+        plain(jnp.asarray(rows))
+    three.run(num_steps=1)
+    for ours, theirs in zip(
+        *(jax.tree.leaves(nnx.state(m, nnx.BatchStat)) for m in (three.model, plain)), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=RTOL)
     three.run().assert_equals(one.run(), RTOL)
     for ours, theirs in zip(
         *(jax.tree.leaves(nnx.state(r.model, nnx.BatchStat)) for r in (three, one)), strict=True
@@ -252,7 +262,7 @@ def test_a_padded_batch_is_exact() -> None:
     "mask", [2.0, None, (2.0, 3.0), np.full((4, 4), 2.0)], ids=["float", "none", "tuple", "(S, S)"]
 )
 def test_what_is_not_in_the_batch_reaches_its_stage_whole(mask: Any) -> None:
-    """torchtitan#1723. Every array of the batch is split into microbatches; anything else is not, whatever its shape."""
+    """PP5; case PP-3, torchtitan#1723. Every array of the batch is split into microbatches; anything else is not, whatever its shape."""
 
     class Masked(Times):
         def __call__(self, x: jax.Array, *, rows: jax.Array, mask: Any) -> jax.Array:  # type: ignore[override]
@@ -294,7 +304,7 @@ class Tied(nnx.Module):
 def test_gradients_of_a_tied_weight_are_summed_and_counted_once(
     schedule: str, n_ranks: int, v: int, clip_norm: float | None
 ) -> None:
-    """piper#13, Megatron-LM#299: dE = [E1, h] = [2, 1] from two stages; wrong are [0.8, 2] and [1, 1.9]."""
+    """Case PP-4, piper#13, Megatron-LM#299: dE = [E1, h] = [2, 1] from two stages; wrong are [0.8, 2] and [1, 1.9]."""
     batch, num_stages = {"ids": np.zeros(6, np.int32)}, n_ranks * v
     model = Tied(num_stages - 2)
     tied = pipelined(
@@ -318,15 +328,38 @@ def test_gradients_of_a_tied_weight_are_summed_and_counted_once(
         )  # by way of [0.8, 1.9] and [0.61, 1.82]
 
 
-def test_batches_of_another_shape_are_compiled_once_each() -> None:
+def test_two_sequence_lengths_in_one_run_equal_dense() -> None:
+    """W3, pytorch#159942: shapes are free to change between steps. Each is compiled once; what is learned at one counts at the other."""
     model = Chain(Times(2.0), Times(3.0))
     two = pipelined(
-        model, get_schedule("1F1B", 2, 2), None, tx=optax.sgd(0.0), loss=lambda m, b: m(b["x"]).mean()
-    )
-    for rows in (4, 8, 4):
-        assert float(two.step({"x": np.arange(float(rows))})["loss"]) == 6.0 * (rows - 1) / 2
+        model, get_schedule("1F1B", 2, 2), None, tx=optax.sgd(0.1), clip_norm=None,
+        loss=lambda m, b: m(b["x"]).mean(),
+    )  # fmt: skip
+    first, second = 2.0, 3.0
+    for rows, length in ((4, 3), (4, 5), (4, 3), (4, 5)):
+        x = np.arange(float(rows * length)).reshape(rows, length) / 16
+        loss = float(two.step({"x": x})["loss"])
+        assert loss == pytest.approx(first * second * x.mean(), rel=1e-14)
+        first, second = first - 0.1 * second * x.mean(), second - 0.1 * first * x.mean()
+    found = [float(layer.factor.get_value()) for layer in model.layers]
+    assert found == pytest.approx([first, second], rel=1e-14)
     engine: Any = two.step._engine
     assert len(engine._compiled) == 2
+
+
+def test_a_batch_may_be_any_pytree_of_arrays() -> None:
+    """PP5: rows of every array, whatever the structure; what has no rows is no part of a batch, and is refused."""
+    batch = {"x": (np.arange(4.0), [np.ones((4, 2))]), "on": np.array([True, False, True, True])}
+    model = Chain(Times(2.0), Times(3.0))
+
+    def loss(m: Any, b: Any) -> jaxpar.Mean:
+        x, (ones,) = b["x"]
+        return jaxpar.Mean((m(x) * ones.sum(-1) * b["on"]).sum(), b["on"].sum())
+
+    two = pipelined(model, get_schedule("1F1B", 2, 2), batch, loss=loss)
+    assert float(two.step(batch)["loss"]) == 12.0 * (0 + 2 + 3) / 3
+    with pytest.raises(BatchError, match=r"scale is a scalar \(float.*functools.partial"):
+        two.step(batch | {"scale": 2.0})
 
 
 # What is alive

@@ -79,7 +79,36 @@ def test_keyword_arguments_reach_the_stage_that_asks_for_them() -> None:
     np.testing.assert_array_equal(composed(pieces, inputs)[0], expected)
 
 
+class Passes(nnx.Module):
+    """Takes a dict with integers, booleans and a tuple in it, and gives another."""
+
+    def __init__(self, factor: float) -> None:
+        self.scale = nnx.Param(jnp.float32(factor))
+
+    def __call__(self, state: dict[str, Any]) -> dict[str, Any]:
+        hidden, (places, is_on) = state["hidden"], state["about"]
+        return {"hidden": jnp.where(is_on, hidden * self.scale, hidden), "about": (places + 1, is_on ^ True)}
+
+
+def test_any_pytree_crosses() -> None:
+    """W8: where PyTorch's stages take and give tensors alone. Integers and booleans that the model makes go from stage to stage."""
+
+    def call(model: Any, x: jax.Array) -> jax.Array:
+        out = model(
+            {"hidden": x, "about": (jnp.argsort(x * model.layers[0].scale), x * model.layers[0].scale > 3)}
+        )
+        return out["hidden"] * out["about"][0] + out["about"][1]
+
+    model = Stack([Passes(2.0), Passes(3.0), Passes(5.0)])
+    pieces, inputs, expected = model_pieces(
+        model, (("layers.1", "beginning"), ("layers.2", "beginning")), [x], call
+    )
+    assert [piece.num_sent for piece in pieces] == [3, 3, 0]
+    np.testing.assert_array_equal(composed(pieces, inputs)[0], expected)
+
+
 def test_the_end_of_a_module_is_the_beginning_of_the_next() -> None:
+    """PP1: both kinds of split points."""
     model = Stack([Scale(2.0), Scale(3.0), Scale(5.0)])
     shapes = []
     for splits in ((("layers.0", "end"),), (("layers.1", "beginning"),)):
@@ -145,7 +174,7 @@ def test_a_module_that_is_called_twice_begins_no_stage() -> None:
 def test_layers_that_do_not_divide_are_all_there(
     num_layers: int, n_stages: int, sizes: tuple[int, ...]
 ) -> None:
-    """Megatron-LM#1304: 30 layers on 4 stages of 7 lose 2 of them."""
+    """Case PP-5, Megatron-LM#1304: 30 layers on 4 stages of 7 lose 2 of them."""
     model = Stack([AddOne() for _ in range(num_layers)])
     splits = balanced_splits(model, n_stages)
     pieces, inputs, _ = model_pieces(model, splits, [jnp.zeros(3)])
@@ -221,6 +250,7 @@ def test_pipeline_returns_the_same_object_and_changes_nothing_outside_a_step() -
 
 @pytest.mark.parametrize(("schedule", "n_stages"), [("1F1B", 2), ("Interleaved1F1B", 4), ("ZBV", 4)])
 def test_by_default_there_are_as_many_stages_as_the_schedule_is_about(schedule: str, n_stages: int) -> None:
+    """PP2: the plan says how many there are, and where they begin."""
     mesh = init_device_mesh((2,), ("pp",), devices=jax.devices()[:2])
     plan = plan_of(
         pipeline(Stack([Scale(1.0) for _ in range(5)]), mesh["pp"], schedule=schedule, n_microbatches=4)
@@ -243,6 +273,7 @@ def test_by_default_there_are_as_many_stages_as_the_schedule_is_about(schedule: 
     ids=["both", "microbatches", "divide", "ranks", "stages", "other-microbatches", "unknown", "too-many"],
 )
 def test_what_cannot_be_a_pipeline_is_refused(options: dict[str, Any], message: str) -> None:
+    """PP1."""
     mesh = init_device_mesh((2, 2), ("pp", "dp"), devices=jax.devices()[:4])
     model = Stack([Scale(1.0) for _ in range(5)])
     with pytest.raises(ParallelizeError, match=message):

@@ -83,15 +83,28 @@ class Scale(nnx.Module):
         return x * self.scale
 
 
-def scales(loss: Any) -> tuple[Any, jaxpar.TrainStep]:
+def scales(loss: Any, n_microbatches: int = 3, **options: Any) -> tuple[Any, jaxpar.TrainStep]:
     mesh = jaxpar.init_device_mesh((2,), ("pp",), devices=jax.devices()[:2])
-    model = pipeline(nnx.Sequential(Scale(), Scale()), mesh["pp"], n_microbatches=3)
+    model = pipeline(nnx.Sequential(Scale(), Scale()), mesh["pp"], n_microbatches=n_microbatches)
     optimizer = nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param)
-    return model, jaxpar.TrainStep(loss, model, optimizer, mesh=mesh)
+    return model, jaxpar.TrainStep(loss, model, optimizer, mesh=mesh, **options)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "n_microbatches", "accumulate"),
+    [(4, 2, 1), (5, 2, 1), (8, 2, 2), (7, 2, 2)],
+    ids=["PP20 equal", "PP21 unequal", "PP22 accumulated", "PP21 PP22 both"],
+)
+def test_gradients_of_a_mean_are_exact(num_rows: int, n_microbatches: int, accumulate: int) -> None:
+    """PP20, PP21, PP22, W6: no error at all, where PyTorch's is 0.2 for five rows in two microbatches, and 1.5 g is taken for 2 g."""
+    model, step = scales(lambda m, x: m(x).mean(), n_microbatches, accumulate=accumulate)
+    x = np.arange(1.0, num_rows + 1) * num_rows  # mean: a whole number or a half
+    assert float(step(x)["loss"]) == x.mean()
+    assert [float(layer.scale.get_value()) for layer in model.layers] == [1.0 - x.mean()] * 2
 
 
 def test_a_mean_over_rows_is_no_mean_of_means() -> None:
-    """pytorch#126600: with 3, 3 and 2 rows the mean of means is 4.8333."""
+    """Case PP-2, pytorch#126600: with 3, 3 and 2 rows the mean of means is 4.8333."""
     model, step = scales(lambda m, x: m(x).mean())
     np.testing.assert_allclose(step(np.arange(1.0, 9.0))["loss"], 4.5, rtol=1e-15)
     np.testing.assert_allclose(model.layers[0].scale.get_value(), 1.0 - 4.5, rtol=1e-15)

@@ -1,4 +1,4 @@
-"""`TrainStep.evaluate`: the metrics of a step, and nothing else: no gradient, no change, the model's mode of the moment."""
+"""`TrainStep.evaluate`, PP6: the metrics of a step, and nothing else: no gradient, no change, the model's mode of the moment."""
 
 from typing import Any
 

@@ -107,6 +107,7 @@ def test_a_transform_that_looks_at_all_gradients_is_refused() -> None:
 
 
 def test_rows_that_do_not_divide() -> None:
+    """PP5: fewer rows than microbatches, and rows that the ranks do not divide."""
     mesh = make_mesh(2)
     step = make_step(pipelined(mesh), mesh)
     with pytest.raises(BatchError, match="a batch of 5 rows does not divide into 2 ranks"):
