@@ -330,9 +330,9 @@ def test_gradients_of_a_tied_weight_are_summed_and_counted_once(
 
 def test_two_sequence_lengths_in_one_run_equal_dense() -> None:
     """W3, pytorch#159942: shapes are free to change between steps. Each is compiled once; what is learned at one counts at the other."""
-    model = Chain(Times(2.0), Times(3.0))
+    layers = [Times(2.0), Times(3.0)]
     two = pipelined(
-        model, get_schedule("1F1B", 2, 2), None, tx=optax.sgd(0.1), clip_norm=None,
+        Chain(*layers), get_schedule("1F1B", 2, 2), None, tx=optax.sgd(0.1), clip_norm=None,
         loss=lambda m, b: m(b["x"]).mean(),
     )  # fmt: skip
     first, second = 2.0, 3.0
@@ -341,7 +341,7 @@ def test_two_sequence_lengths_in_one_run_equal_dense() -> None:
         loss = float(two.step({"x": x})["loss"])
         assert loss == pytest.approx(first * second * x.mean(), rel=1e-14)
         first, second = first - 0.1 * second * x.mean(), second - 0.1 * first * x.mean()
-    found = [float(layer.factor.get_value()) for layer in model.layers]
+    found = [float(layer.factor.get_value()) for layer in layers]
     assert found == pytest.approx([first, second], rel=1e-14)
     engine: Any = two.step._engine
     assert len(engine._compiled) == 2
