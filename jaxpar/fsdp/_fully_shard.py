@@ -53,8 +53,9 @@ def fully_shard(
                     reduce-scatters of the gradients; with replicas, an all-reduce of the shards over them
 
     A gather may start when the unit before begins to compute (`prefetch=1`), in the forward and in the backward, and
-    travels under its matrix products. Everywhere else (`model(x)` in a notebook, evaluation under `nnx.jit`) the
-    module is the plain module on sharded arrays.
+    travels under its matrix products. There, what reads a parameter outside a call of its unit is refused by name: it would
+    find this device's part. (Not refused: `jax.tree.leaves(nnx.state(model))`, plain arrays, which are such parts.) Everywhere
+    else (`model(x)` in a notebook, evaluation under `nnx.jit`) the module is the plain module on sharded arrays.
 
     Args:
         module: a Flax NNX module, concrete or abstract (`nnx.eval_shape`), or a list of modules that form one unit (they

@@ -171,7 +171,7 @@ def defined(n_ranks: int, stages_per_rank: int) -> dict[str, list[Schedule]]:
 @pytest.mark.parametrize("stages_per_rank", [1, 2])
 @pytest.mark.parametrize("n_ranks", [1, 2, 4])
 def test_every_named_schedule_equals_one_device(n_ranks: int, stages_per_rank: int) -> None:
-    """PP6, PP23; case PP-1, torchtitan#775: fewer microbatches than stages hang, or are forbidden where they would work.
+    """PP6; case PP-1, torchtitan#775: fewer microbatches than stages hang, or are forbidden where they would work.
 
     Each number of microbatches is run twice: equal ones, and (from three on) two that have one row more than the others, as those
     of a batch that does not divide. Every schedule is defined for some number here.

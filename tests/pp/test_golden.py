@@ -1,4 +1,4 @@
-"""Named schedules and passes, row for row as PyTorch makes them; its tables lie in golden/."""
+"""W7: named schedules and passes, row for row as PyTorch makes them; its tables lie in golden/."""
 
 import io
 import re

@@ -80,6 +80,7 @@ def schedules(n_ranks: int, n_microbatches: int, stages_per_rank: int) -> dict[s
 
 @pytest.mark.parametrize("name", schedules(2, 4, 1))
 def test_one_stage_per_rank(name: str) -> None:
+    """PP23: over three steps; every backward sees the weights of the step's start."""
     rig((0, 1), 4).run(schedules(2, 4, 1)[name]).assert_equals(accumulated(), RTOL)
 
 

@@ -1,4 +1,4 @@
-"""Any order in which a pipeline can run is a schedule; any other is refused by the law that it breaks."""
+"""W5, W7: any order in which a pipeline can run is a schedule; any other is refused by the law that it breaks."""
 
 import io
 import random

@@ -1,6 +1,9 @@
 """One program for a whole schedule equals one device, as the executor that walks the grid does: float64 at 1e-12.
 
-A rig compiles what begins and ends a step once; every schedule is a program of its own.
+A rig compiles what begins and ends a step once; every schedule is a program of its own, so schedules are sampled here: one stage for
+each rank, loops, V, and random ones; ranks 1, 2, 3 and 4; fewer microbatches than ranks, as many, and more. The reference is that of
+test_pipeline.py, so the executors equal each other. That every schedule is right is proved in test_contract.py, without a program.
+Microbatches that the rows do not divide into are refused, by name.
 """
 
 import functools
