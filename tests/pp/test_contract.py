@@ -168,8 +168,8 @@ def defined(n_ranks: int, stages_per_rank: int) -> dict[str, list[Schedule]]:
     return found
 
 
-@pytest.mark.parametrize("stages_per_rank", [1, 2])
 @pytest.mark.parametrize("n_ranks", [1, 2, 4])
+@pytest.mark.parametrize("stages_per_rank", [1, 2])
 def test_every_named_schedule_equals_one_device(n_ranks: int, stages_per_rank: int) -> None:
     """PP6; case PP-1, torchtitan#775: fewer microbatches than stages hang, or are forbidden where they would work.
 
