@@ -18,6 +18,7 @@ from jaxpar.pp._by_hand import PipelineStages
 from jaxpar.pp._schedule._action import COMPUTE
 from jaxpar.pp._schedule._get_schedule import find_builder, get_schedule
 from jaxpar.pp._schedule._schedule import Schedule
+from jaxpar.pp._shapes import Shapes, checked_shapes
 from jaxpar.pp._split_points import SplitPoint, Splits, check_splits
 from jaxpar.pp._transport._choose import TransportName, check_transport
 
@@ -36,6 +37,7 @@ class PipelinePlan:
         remat: whether a stage keeps only what it receives, and computes its forward again in the backward.
         transport: how arrays get from stage to stage between processes.
         executor: what runs the schedule.
+        shapes: ranks with other sizes of the other axes than the mesh has, and these.
     """
 
     axis: str
@@ -44,6 +46,7 @@ class PipelinePlan:
     remat: bool
     transport: TransportName
     executor: Executor = "mpmd"
+    shapes: Shapes = ()
 
 
 def pipeline(
@@ -59,6 +62,7 @@ def pipeline(
     remat: bool = False,
     transport: TransportName = "auto",
     executor: Executor = "mpmd",
+    shapes: Mapping[int, Mapping[str, int]] | None = None,
 ) -> ModuleT:
     """Pipelines a model over a mesh axis: `TrainStep` cuts its loss into stages and runs them by the schedule.
 
@@ -92,13 +96,18 @@ def pipeline(
             dispatched between actions, messages travel beside computations, and the program can be compiled ahead of time;
             but a tick lasts as long as its slowest rank (`simulate(..., lockstep=True)`), so stages should be alike and the
             schedule made for it: "LockStep1F1B". Take it where actions are short against the cost of a dispatch.
+        shapes: for some ranks other sizes of the axes beside the pipeline's, as in `{0: {"dp": 4, "tp": 1}}`: the rank's devices
+            are arranged anew, axes that are not named keep the mesh's size, and the product stays. Gradients, dropout and
+            the rows of each microbatch are as before. What crosses to a rank of another shape must be an array of which each rank
+            of an axis has one block, rows in dim 0 (activations, masks, a sequence split by `tp`), or all have all: it is laid
+            out anew, on whichever side less has to move. With "mpmd" in one process.
 
     Returns:
         The same object.
 
     Raises:
         ParallelizeError: a split point that does not exist, too many stages, a balance without a sample, a mesh of several
-            axes, or a schedule for another number of ranks or stages.
+            axes, a schedule for another number of ranks or stages, or shapes of other numbers of devices.
         ScheduleError: the named schedule is not defined for these numbers.
 
     Example:
@@ -119,6 +128,12 @@ def pipeline(
     n_ranks = as_jax_mesh(mesh).shape[names[0]]
     if executor not in get_args(Executor):
         raise ParallelizeError(f"pipeline: executor={executor!r} is none of {get_args(Executor)}.")
+    its_shapes = checked_shapes(shapes, as_jax_mesh(mesh), names[0])
+    if its_shapes and executor != "mpmd":
+        raise ParallelizeError(
+            f"pipeline: executor={executor!r} is one program over the whole mesh, in which every rank has the mesh's shape, so it "
+            f'cannot have shapes={shapes}. Take executor="mpmd", or leave shapes out.'
+        )
     if split_spec is not None and n_stages is not None:
         raise ParallelizeError(
             "pipeline: give split_spec or n_stages, not both: one says where, the other how many."
@@ -146,6 +161,7 @@ def pipeline(
         remat,
         transport,
         executor,
+        its_shapes,
     )
     return swap_class(model, "Pipelined", _call, {PLAN: plan})
 

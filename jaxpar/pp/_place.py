@@ -5,7 +5,8 @@ stage 1                f32[8@dp]      on the two devices of rank 1
 """
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -16,21 +17,30 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.mesh._mesh import auto_mesh
 from jaxpar.pp._ranks import Ranks, wanted
+from jaxpar.pp._relayout import relaid
 
 
-def stage_mesh(mesh: Mesh, axis: str, rank: int) -> Mesh:
-    """The devices of one rank of the pipeline, with the other axes of the mesh (one of size 1 if there are none)."""
+def stage_mesh(mesh: Mesh, axis: str, rank: int, shape: Mapping[str, int] = MappingProxyType({})) -> Mesh:
+    """The devices of one rank of the pipeline, with the other axes of the mesh (one of size 1 if there are none).
+
+    Args:
+        mesh: the whole one.
+        axis: the pipeline's.
+        rank: along it.
+        shape: sizes of the other axes, if they are not those of the mesh.
+    """
     names = tuple(name for name in mesh.axis_names if name != axis)
     devices = np.take(mesh.devices, [rank], axis=mesh.axis_names.index(axis))
-    return auto_mesh(devices.reshape([mesh.shape[name] for name in names] or [1]), names or ("stage",))
+    sizes = [shape.get(name, mesh.shape[name]) for name in names]
+    return auto_mesh(devices.reshape(sizes or [1]), names or ("stage",))
 
 
-def spec_on_stage(x: Any, axis: str) -> PartitionSpec:
-    """How an array lies over the axes of a stage; those of size 1 left out."""
+def spec_on_stage(x: Any, axis: str, meshes: Sequence[Mesh]) -> PartitionSpec:
+    """How an array lies over the axes of a stage; those of size 1 on all of these meshes left out."""
 
     def live(entry: Any) -> Any:
         names = (entry,) if isinstance(entry, str) else tuple(entry or ())
-        return tuple(name for name in names if name != axis and x.sharding.mesh.shape[name] > 1) or None
+        return tuple(n for n in names if n != axis and any(mesh.shape[n] > 1 for mesh in meshes)) or None
 
     return PartitionSpec(*map(live, x.sharding.spec))
 
@@ -38,8 +48,11 @@ def spec_on_stage(x: Any, axis: str) -> PartitionSpec:
 def restricted(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     """What an array of the whole mesh has on some of its devices, as an array of those; nothing moves.
 
-    Where they all belong to other processes, it is an array that nobody here can read: a name for what is elsewhere.
+    If the axes have other sizes there, it is laid out anew, on these devices alone. Where they all belong to other processes, it is an array that nobody here can read: a name for what is elsewhere.
     """
+    as_it_lies = NamedSharding(_shaped_as(x, sharding.mesh), sharding.spec)
+    if as_it_lies != sharding:
+        return relaid([restricted(x, as_it_lies)], [sharding])[0]
     if x.is_fully_addressable and sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
     if x.sharding == sharding:
@@ -47,6 +60,17 @@ def restricted(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     parts = {part.device: part.data for part in x.addressable_shards}
     here = [parts[device] for device in sharding.addressable_devices_indices_map(x.shape) if device in parts]
     return jax.make_array_from_single_device_arrays(x.shape, sharding, here, dtype=x.dtype)
+
+
+def _shaped_as(x: jax.Array, mesh: Mesh) -> Mesh:
+    """A mesh with the sizes that its axes have where an array lies."""
+    sizes = x.sharding.mesh.shape if isinstance(x.sharding, NamedSharding) else {}
+    shape = [sizes.get(name, size) for name, size in mesh.shape.items()]
+    return (
+        mesh
+        if shape == list(mesh.shape.values())
+        else auto_mesh(mesh.devices.reshape(shape), mesh.axis_names)
+    )
 
 
 def onto_whole_mesh(module: nnx.Pytree, mesh: Mesh, axis: str) -> None:
@@ -65,12 +89,20 @@ def on_whole_mesh(x: Any, mesh: Mesh, axis: str) -> Any:
     if not isinstance(sharding, NamedSharding) or sharding.mesh == mesh:
         return x
     stages = [stage_mesh(mesh, axis, rank) for rank in range(mesh.shape[axis])]
-    if sharding.mesh not in stages:
+    home = next((stage for stage in stages if _has_devices(stage, sharding.mesh)), None)
+    if home is None:
         return x
+    if home != sharding.mesh:
+        x = relaid([x], [NamedSharding(home, sharding.spec)])[0]
     target = NamedSharding(mesh, sharding.spec)
     if target.is_fully_addressable:
         return jax.device_put(x, target)
-    return _broadcast(x, stages.index(sharding.mesh), target, axis)
+    return _broadcast(x, stages.index(home), target, axis)
+
+
+def _has_devices(one: Mesh, other: Mesh) -> bool:
+    """Whether two meshes have the same axes and devices, in whatever shape."""
+    return one.axis_names == other.axis_names and list(one.devices.flat) == list(other.devices.flat)
 
 
 def _broadcast(x: jax.Array, root: int, target: NamedSharding, axis: str) -> jax.Array:

@@ -6,12 +6,14 @@ stages 0 1 2 3, rank_of_stage 0 1 1 0           stage 2 to stage 3 is a hop, sta
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from jaxpar.pp._relayout import relaid, reshaped
 from jaxpar.pp._transport._protocol import Arrival, Hop, Leaves, Transport
 
 
@@ -75,8 +77,25 @@ class Ranks:
             return None if values is None else lambda: _laid_out(values, wanted)
         if not {source, target} & self.here:
             return None
-        arrival = self.transport.move(values, Hop(source, target, what), wanted) if wanted else list
+        if not wanted:
+            return list if target in self.here else None
+        move = self.transport.move if self._are_alike(source, target) else self._move_anew
+        arrival = move(values, Hop(source, target, what), wanted)
         return arrival if target in self.here else None
+
+    def _are_alike(self, source: int, target: int) -> bool:
+        """Whether two ranks have one shape, so that each device has what another one wants."""
+        return self.meshes[source].shape == self.meshes[target].shape
+
+    def _move_anew(self, values: Leaves | None, hop: Hop, wanted: Sequence[jax.ShapeDtypeStruct]) -> Arrival:
+        """Lays arrays out anew and moves them device by device; first what makes less to move."""
+        source, target = self.meshes[hop.source], self.meshes[hop.target]
+        as_target = [_on(reshaped(source, target), w) for w in wanted]
+        as_source = [_on(reshaped(target, source), w) for w in wanted]
+        if _num_bytes(as_target) <= _num_bytes(as_source):
+            return self.transport.move(values and _laid_anew(values, as_target), hop, wanted)
+        arrival = self.transport.move(values, hop, as_source)
+        return lambda: _laid_anew(arrival(), wanted)
 
 
 def is_here(mesh: Mesh) -> bool:
@@ -105,3 +124,18 @@ def _laid_out(values: Leaves, wanted: Sequence[jax.ShapeDtypeStruct]) -> Leaves:
         x if x.sharding == w.sharding else jax.device_put(x, w.sharding)
         for x, w in zip(values, wanted, strict=True)
     ]
+
+
+def _laid_anew(values: Leaves, wanted: Sequence[jax.ShapeDtypeStruct]) -> Leaves:
+    return relaid(values, [w.sharding for w in wanted])  # pyright: ignore[reportArgumentType]
+
+
+def _on(mesh: Mesh, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The same array on another mesh."""
+    assert isinstance(like.sharding, NamedSharding)
+    return wanted(like, NamedSharding(mesh, like.sharding.spec))
+
+
+def _num_bytes(types: Sequence[jax.ShapeDtypeStruct]) -> int:
+    """What one device has of arrays."""
+    return sum(math.prod(t.sharding.shard_shape(t.shape)) * t.dtype.itemsize for t in types if t.sharding)

@@ -21,9 +21,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar import _compat
 from jaxpar._module import vary
+from jaxpar._residuals import is_floating
+from jaxpar._spec import entries
 from jaxpar.pp._code import StageCode
 from jaxpar.pp._dealt import dealt
-from jaxpar.pp._stacked import axes, spec, stack, unstack
+from jaxpar.pp._relayout import live
+from jaxpar.pp._stacked import spec, stack, unstack
 
 Leaves = list[Any]
 
@@ -66,11 +69,15 @@ class Stage:
         code: its traced programs.
         kinds: how the whole program is numbered.
         mesh: its devices; the axes are those that the trace saw.
+        received_as: how what it receives lies between programs, if the stage before has a mesh of another shape.
+        sent_as: how what it sends lies between programs, if the stage after has a mesh of another shape.
     """
 
     code: StageCode
     kinds: Kinds
     mesh: Mesh
+    received_as: tuple[PartitionSpec, ...] | None = None
+    sent_as: tuple[PartitionSpec, ...] | None = None
 
     @property
     def rest(self) -> tuple[int, ...]:
@@ -91,28 +98,41 @@ class Stage:
     def _first_batch(self) -> int:
         return len(self.kinds.params) + len(self.kinds.rest)
 
-    def between(self, type_: Any) -> jax.ShapeDtypeStruct:
+    def between(self, type_: Any, where: PartitionSpec | None = None) -> jax.ShapeDtypeStruct:
         """Shape, dtype and sharding of a value of this type between programs."""
-        where = spec(type_, self.mesh.axis_names)
-        num = math.prod(self.mesh.shape[axis] for axis in axes(type_, self.mesh.axis_names))
-        return jax.ShapeDtypeStruct(
-            (num, *type_.shape), type_.dtype, sharding=NamedSharding(self.mesh, where)
+        where = spec(type_, self.mesh.axis_names) if where is None else where
+        parts = entries(where, 1 + type_.ndim)
+        shape = (
+            size * math.prod(self.mesh.shape[axis] for axis in names)
+            for size, names in zip((1, *type_.shape), parts, strict=True)
         )
+        return jax.ShapeDtypeStruct(tuple(shape), type_.dtype, sharding=NamedSharding(self.mesh, where))
 
     @functools.cached_property
     def received(self) -> list[jax.ShapeDtypeStruct]:
         """What it wants to receive, between programs."""
-        return [self.between(t) for t in self.code.received]
+        return self._crossing(self.code.received, self.received_as)
 
     @property
     def sent(self) -> list[jax.ShapeDtypeStruct]:
         """What it sends, between programs."""
-        return [self.between(t) for t in self.code.sent]
+        return self._crossing(self.code.sent, self.sent_as)
 
     @functools.cached_property
     def after(self) -> list[jax.ShapeDtypeStruct]:
         """The gradients of what it sent that it wants, between programs."""
-        return [self.between(t) for t in self.code.gradients_after]
+        return self._crossing(self.code.gradients_after, _of_floating(self.code.sent, self.sent_as))
+
+    def _crossing(
+        self, types: Sequence[Any], lies: Sequence[PartitionSpec] | None
+    ) -> list[jax.ShapeDtypeStruct]:
+        return list(map(self.between, types, [None] * len(types) if lies is None else lies))
+
+    def _crossing_specs(
+        self, types: Sequence[Any], lies: Sequence[PartitionSpec] | None
+    ) -> list[PartitionSpec]:
+        """How values that cross a boundary lie on this side of it."""
+        return self.specs(types) if lies is None else [live(some, self.mesh) for some in lies]
 
     @functools.cached_property
     def start(self) -> Callable[..., Any]:
@@ -158,10 +178,10 @@ class Stage:
                 changed,
                 batch,
                 PartitionSpec(),
-                self.specs(self.code.received),
+                self._received_specs,
                 sums,
             ),
-            (self.specs(self.code.sent), self.specs(self.code.kept), changed, sums),
+            (self._sent_specs, self.specs(self.code.kept), changed, sums),
             donate=(6,),
         )
 
@@ -178,9 +198,7 @@ class Stage:
             return _stack(before), _stack(_added(_unstack(grads), new))
 
         grads = self.specs(self.grad_types)
-        return self._program(
-            run, (*self._backward_specs, grads), (self.specs(self.code.gradients_before), grads), donate=(4,)
-        )
+        return self._program(run, (*self._backward_specs, grads), (self._before_specs, grads), donate=(4,))
 
     @functools.cached_property
     def inputs(self) -> Callable[..., Any]:
@@ -192,7 +210,7 @@ class Stage:
             num = self.code.halves.num_first
             return _stack(outputs[:num]), _stack(outputs[num:])
 
-        out = (self.specs(self.code.gradients_before), self.specs(self.code.halves.carry_types))
+        out = (self._before_specs, self.specs(self.code.halves.carry_types))
         return self._program(run, self._backward_specs, out)
 
     def kept_for_weights(self, kept: Leaves, received: Leaves, after: Leaves) -> Leaves:
@@ -209,7 +227,7 @@ class Stage:
         """`(params, what W uses, carry, gradients) -> gradients`."""
         num_params = len(self.code.params)
         uses = self.code.halves.second_uses
-        types = [*self.code.kept, *self.code.received, *self.code.gradients_after]
+        specs = [*self.specs(self.code.kept), *self._received_specs, *self._after_specs]
 
         def run(params: Leaves, used: Leaves, carry: Leaves, grads: Leaves) -> Leaves:
             marked = self.marked(params)
@@ -218,7 +236,7 @@ class Stage:
             return _stack(_added(_unstack(grads), new))
 
         grads = self.specs(self.grad_types)
-        used = self.specs([types[i - num_params] for i in uses if i >= num_params])
+        used = [specs[i - num_params] for i in uses if i >= num_params]
         carry = self.specs(self.code.halves.carry_types)
         return self._program(run, (self._param_specs, used, carry, grads), grads, donate=(3,))
 
@@ -262,8 +280,26 @@ class Stage:
 
     @property
     def _backward_specs(self) -> tuple[list[PartitionSpec], ...]:
-        code = self.code
-        return (self._param_specs, *map(self.specs, (code.kept, code.received, code.gradients_after)))
+        return (self._param_specs, self.specs(self.code.kept), self._received_specs, self._after_specs)
+
+    @property
+    def _received_specs(self) -> list[PartitionSpec]:
+        return self._crossing_specs(self.code.received, self.received_as)
+
+    @property
+    def _sent_specs(self) -> list[PartitionSpec]:
+        return self._crossing_specs(self.code.sent, self.sent_as)
+
+    @property
+    def _before_specs(self) -> list[PartitionSpec]:
+        """Of gradients of what it received."""
+        lies = _of_floating(self.code.received, self.received_as)
+        return self._crossing_specs(self.code.gradients_before, lies)
+
+    @property
+    def _after_specs(self) -> list[PartitionSpec]:
+        """Of gradients of what it sent."""
+        return self._crossing_specs(self.code.gradients_after, _of_floating(self.code.sent, self.sent_as))
 
     def run_forward(
         self,
@@ -317,6 +353,13 @@ class Stage:
         return jax.jit(
             jax.shard_map(fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs), donate_argnums=donate
         )
+
+
+def _of_floating(types: Sequence[Any], lies: Sequence[PartitionSpec] | None) -> list[PartitionSpec] | None:
+    """How gradients of values lie: as the values, of which those that are floating have one."""
+    if lies is None:
+        return None
+    return [some for some, type_ in zip(lies, types, strict=True) if is_floating(type_)]
 
 
 def _zeros(type_: Any) -> jax.Array:

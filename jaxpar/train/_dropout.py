@@ -37,6 +37,7 @@ class Positions:
         rows_of_rank: of each device, if its parts are not equal; else 0.
         first_row: where its first part would begin if all had as many rows as this one.
         stages: axes along which all ranks see the same rows and sequences, whatever JAX's types say.
+        dealt_to: how many ranks the rows are numbered by, if the batch lies on another number of them here; else 0.
     """
 
     rows: tuple[str, ...]
@@ -46,6 +47,17 @@ class Positions:
     rows_of_rank: int = 0
     first_row: int = 0
     stages: tuple[str, ...] = ()
+    dealt_to: int = 0
+
+    def numbers(self, part: Any, size: int) -> jax.Array:
+        """Numbers of this device's `size` rows of a part, among those of all devices."""
+        rank = jax.lax.axis_index(self.rows) if self.rows else 0
+        if not self.dealt_to:
+            return self.first(rank, part, size) + jnp.arange(size)
+        # Of a part, this device has rows that lie on one or several of the ranks that they are numbered by.
+        num_here = jax.lax.axis_size(self.rows) if self.rows else 1
+        own, place = size * num_here // self.dealt_to, rank * size + jnp.arange(size)
+        return (place // own * self.num_microbatches + part) * own + place % own
 
     def first(self, rank: Any, part: Any, size: int) -> Any:
         """Number of the first of the `size` rows of a part, among those of all devices."""
@@ -137,12 +149,10 @@ def _mask_by_row(
     key: jax.Array, keep: float, shape: list[int], positions: Positions, microbatch: Any, *, has_rows: bool
 ) -> jax.Array:
     """bool[B/n, ...]: one draw per row. A mask that is broadcast over the batch is one draw, equal everywhere."""
-    first = 0
+    rows = jnp.arange(shape[0])
     if has_rows:
-        part = 0 if microbatch is None else microbatch.get_value()
-        rank = jax.lax.axis_index(positions.rows) if positions.rows else 0
-        first = positions.first(rank, part, shape[0])
-    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(first + jnp.arange(shape[0]))
+        rows = positions.numbers(0 if microbatch is None else microbatch.get_value(), shape[0])
+    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
     return jax.vmap(lambda row_key: jax.random.bernoulli(row_key, keep, tuple(shape[1:])))(keys)
 
 

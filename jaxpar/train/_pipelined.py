@@ -9,7 +9,6 @@ that several stages use (tied weights) belongs to the first of them: gradients a
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,21 +29,24 @@ from jaxpar.pp._ranks import Ranks
 from jaxpar.pp._record import record
 from jaxpar.pp._schedule._action import Op
 from jaxpar.pp._schedule._measured import measured_timeline
+from jaxpar.pp._shapes import stage_meshes
 from jaxpar.pp._split_points import mark_splits
 from jaxpar.pp._spmd._run import OneProgram
 from jaxpar.pp._stage import Stage
 from jaxpar.pp._transport._choose import transport_between
 from jaxpar.pp._walk import Smaller, StageArrays, Watch, run_schedule
+from jaxpar.train._check_shapes import check_rows_of_ranks
 from jaxpar.train._checks import check_alike, check_pipelined
 from jaxpar.train._clip import Norm
 from jaxpar.train._one_program import one_program, refuse_unequal
 from jaxpar.train._parts import Parts, check_dealt_rows
 from jaxpar.train._stage_batch import StageBatch
-from jaxpar.train._stage_end import GradientsOfStage, MeansOfAll
+from jaxpar.train._stage_end import GradientsOfStage
 from jaxpar.train._stage_homes import StageHomes
 from jaxpar.train._stage_metrics import StageMetrics
 from jaxpar.train._stage_optimizer import StageOptimizer
 from jaxpar.train._stage_results import Owners, StageResults
+from jaxpar.train._stage_shapes import fit_records, num_ranks, stages_of, traced_by_rank, traces_of_ranks
 from jaxpar.train._stage_trace import LossTrace, Traced
 from jaxpar.train._stage_units import units_of_stage
 from jaxpar.train._variables import Variables
@@ -93,19 +95,22 @@ class PipelinedStep:
         self._model = parts.model
         merge = functools.partial(_merge_marked, parts.model, plan)
         self._local = dataclasses.replace(parts.local, merge=merge, is_cut=True)
-        meshes = tuple(stage_mesh(parts.mesh, plan.axis, rank) for rank in range(plan.schedule.n_ranks))
+        meshes = stage_meshes(parts.mesh, plan.axis, plan.shapes)
         self._ranks = Ranks(meshes, plan.schedule.rank_of_stage, transport_between(meshes, plan.transport))
-        self._batch = StageBatch(parts.mesh, self._local.positions.rows)
+        self._n_microbatches = self._local.accumulate * plan.schedule.n_microbatches
+        self._batch = StageBatch(parts.mesh, self._local.positions.rows, self._n_microbatches)
         params, rest = self._model.values()
-        self._trace = LossTrace(
+        self._specs = tuple(tuple(spec_on_stage(x, plan.axis, meshes) for x in xs) for xs in (params, rest))
+        trace = LossTrace(
             local=self._local,
-            mesh=meshes[0],
-            params=tuple(spec_on_stage(x, plan.axis) for x in params),
-            rest=tuple(spec_on_stage(x, plan.axis) for x in rest),
+            mesh=stage_mesh(parts.mesh, plan.axis, 0),
+            params=self._specs[0],
+            rest=self._specs[1],
             n_stages=plan.schedule.n_stages,
-            n_microbatches=self._local.accumulate * plan.schedule.n_microbatches,
+            n_microbatches=self._n_microbatches,
             remat=plan.remat,
         )
+        self._traces = traces_of_ranks(trace, meshes)
         self._copies = Copies(self._ranks)
         self._compiled: dict[Any, Compiled] = {}
         self._owners: Owners | None = None
@@ -175,60 +180,70 @@ class PipelinedStep:
         mode = None if evaluated is None else evaluated.graphdef
         key = (mode, treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves))
         if key not in self._compiled:
-            trace = self._trace if evaluated is None else self._evaluation_of(evaluated)
-            self._compiled[key] = self._compile(trace, self._batch.shapes(leaves), treedef)
+            traces = self._traces if evaluated is None else self._evaluation_of(evaluated)
+            self._compiled[key] = self._compile(traces, self._batch.shapes(leaves), treedef)
         return self._compiled[key]
 
-    def _evaluation_of(self, model: Variables) -> LossTrace:
+    def _evaluation_of(self, model: Variables) -> tuple[LossTrace, ...]:
         merge = functools.partial(_merge_marked, model, self._plan)
-        local = dataclasses.replace(self._local, merge=merge, split=model.rest_of)
-        return dataclasses.replace(self._trace, local=local, is_forward_only=True)
+        forward = {
+            trace: dataclasses.replace(
+                trace,
+                local=dataclasses.replace(trace.local, merge=merge, split=model.rest_of),
+                is_forward_only=True,
+            )
+            for trace in dict.fromkeys(self._traces)
+        }
+        return tuple(forward[trace] for trace in self._traces)
 
-    def _compile(self, trace: LossTrace, batch: Sequence[jax.ShapeDtypeStruct], treedef: Any) -> Compiled:
+    def _compile(
+        self, traces: Sequence[LossTrace], batch: Sequence[jax.ShapeDtypeStruct], treedef: Any
+    ) -> Compiled:
         self._meet(batch)
-        num_parts = math.prod(self._parts.mesh.shape[axis] for axis in self._parts.batch_axes)
+        n_microbatches, is_forward_only = self._n_microbatches, traces[0].is_forward_only
+        num_parts = num_ranks(self._parts.mesh, self._parts.batch_axes)
         named = jax.tree.unflatten(treedef, batch)
-        num_rows = check_dealt_rows(named, num_parts, trace.n_microbatches, self._parts.batch_axes)
+        num_rows = check_dealt_rows(named, num_parts, n_microbatches, self._parts.batch_axes)
+        nums = [num_ranks(mesh, self._local.positions.rows) for mesh in self._ranks.meshes]
+        check_rows_of_ranks(batch, nums, n_microbatches)
         if self._plan.executor == "spmd":
-            refuse_unequal(num_rows, trace.n_microbatches, num_parts)
-        traced, stages = self._stages(trace, batch, treedef)
-        smaller, first = None, num_larger(num_rows, trace.n_microbatches)
+            refuse_unequal(num_rows, n_microbatches, num_parts)
+        traced, stages = self._stages(traces, batch, treedef)
+        smaller, first = None, num_larger(num_rows, n_microbatches)
         if first:
-            smaller = Smaller(self._stages(trace, batch, treedef, is_smaller=True)[1], first)
+            smaller = Smaller(self._stages(traces, batch, treedef, is_smaller=True)[1], first)
             check_alike(stages, smaller.stages)
         self._check_turns(stages)
         if self._owners is None:
             self._place(stages)
-        means = MeansOfAll(traced.means, self._local, self._local.num_ranks * trace.n_microbatches)
+        locals_ = [trace.local for trace in traces]
         return Compiled(
             stages=stages,
             smaller=smaller,
-            ends=() if trace.is_forward_only else tuple(map(self._end_of, stages)),
+            ends=() if is_forward_only else tuple(map(self._end_of, range(len(stages)), stages)),
             gathers=tuple(map(self._gather_of, stages)),
-            metrics=StageMetrics.of(stages, means, self._ranks),
+            metrics=StageMetrics.of(stages, traced.means, locals_, self._ranks, n_microbatches),
             borrowed=tuple(map(self._borrowed, range(len(stages)), stages)),
             program=None
-            if self._plan.executor == "mpmd" or trace.is_forward_only
+            if self._plan.executor == "mpmd" or is_forward_only
             else self._one_program(batch, treedef),
         )
 
     def _one_program(self, batch: Sequence[jax.ShapeDtypeStruct], treedef: Any) -> OneProgram:
         mesh, axis = self._parts.mesh, self._plan.axis
         meshes = [*map(self._ranks.mesh_of, range(self._plan.schedule.n_stages))]
-        return one_program(self._trace, meshes, mesh, axis, *self._model.values(), batch, treedef)
+        return one_program(self._traces[0], meshes, mesh, axis, *self._model.values(), batch, treedef)
 
     def _stages(
         self,
-        trace: LossTrace,
+        traces: Sequence[LossTrace],
         batch: Sequence[jax.ShapeDtypeStruct],
         treedef: Any,
         *,
         is_smaller: bool = False,
     ) -> tuple[Traced, tuple[Stage, ...]]:
-        traced = trace(*self._model.values(), batch, treedef, is_smaller=is_smaller)
-        return traced, tuple(
-            Stage(code, traced.kinds, self._ranks.mesh_of(s)) for s, code in enumerate(traced.codes)
-        )
+        traced = traced_by_rank(traces, *self._model.values(), batch, treedef, is_smaller=is_smaller)
+        return traced[0], stages_of(traced, self._ranks, self._local.positions.rows)
 
     def _meet(self, batch: Sequence[jax.ShapeDtypeStruct]) -> None:
         """Before a new shape: do all processes mean the same program, and are all there?"""
@@ -259,13 +274,13 @@ class PipelinedStep:
                     f"Give a schedule whose forwards of a stage go from microbatch 0 on, as the named ones do."
                 )
 
-    def _end_of(self, stage: Stage) -> Callable[..., Any]:
-        params = stage.code.params
+    def _end_of(self, s: int, stage: Stage) -> Callable[..., Any]:
+        params, local = stage.code.params, self._traces[self._ranks.of_stage[s]].local
         end = GradientsOfStage(
-            self._local.sums.of(params),
-            self._local,
-            tuple(self._local.rest_axes[i] for i in stage.changed),
-            units_of_stage(self._local.units, self._local.sums, params),
+            local.sums.of(params),
+            local,
+            tuple(local.rest_axes[i] for i in stage.changed),
+            units_of_stage(local.units, local.sums, params),
         )
         return end.compiled(stage)
 
@@ -283,20 +298,21 @@ class PipelinedStep:
             ),
         )
         names = self._model.chosen_names
-        self._results = StageResults(self._ranks, owners, self._copies, self._trace.params, names)
-        own_params = list(map(self._put, params, self._trace.params, owners.params))
-        own_rest = list(map(self._put, rest, self._trace.rest, owners.rest))
+        of_params, of_rest = self._specs
+        self._results = StageResults(self._ranks, owners, self._copies, of_params, names)
+        own_params = list(map(self._put, params, of_params, owners.params))
+        own_rest = list(map(self._put, rest, of_rest, owners.rest))
         self._model.assign(own_params, own_rest)
         self._homes = StageHomes(self._model.rest_names, [x.sharding for x in own_rest])
         borrowed_params: set[int] = set()
         for s, stage in enumerate(stages):
-            of_params, of_rest = self._borrowed(s, stage)
-            borrowed_params |= set(of_params)
+            lent_params, lent_rest = self._borrowed(s, stage)
+            borrowed_params |= set(lent_params)
             rank = self._ranks.of_stage[s]
-            for i in of_params:
-                self._copies.keep(rank, i, own_params[i], self._put(params[i], self._trace.params[i], s))
-            for i in of_rest:
-                self._copies.keep(rank, ("rest", i), own_rest[i], self._put(rest[i], self._trace.rest[i], s))
+            for i in lent_params:
+                self._copies.keep(rank, i, own_params[i], self._put(params[i], of_params[i], s))
+            for i in lent_rest:
+                self._copies.keep(rank, ("rest", i), own_rest[i], self._put(rest[i], of_rest[i], s))
         self._optimizer = StageOptimizer(
             self._model,
             self._parts.optimizer,
@@ -386,7 +402,7 @@ class PipelinedStep:
         for s, stage in enumerate(compiled.stages):
             rank, (_, of_rest) = self._ranks.of_stage[s], compiled.borrowed[s]
             mine = self._stored(s, compiled, params)
-            lent_rest = {i: self._copies.on(rank, ("rest", i), rest[i], self._trace.rest[i]) for i in of_rest}
+            lent_rest = {i: self._copies.on(rank, ("rest", i), rest[i], self._specs[1][i]) for i in of_rest}
             if rank not in self._ranks.here:
                 arrays.append(None)
                 continue
@@ -401,7 +417,7 @@ class PipelinedStep:
     def _stored(self, s: int, compiled: Compiled, params: Leaves) -> Leaves:
         """The parameters that a stage uses, as they are stored; what another rank owns is fetched once in a step."""
         rank, (borrowed, _) = self._ranks.of_stage[s], compiled.borrowed[s]
-        lent = {i: self._copies.on(rank, i, params[i], self._trace.params[i]) for i in borrowed}
+        lent = {i: self._copies.on(rank, i, params[i], self._specs[0][i]) for i in borrowed}
         return [lent.get(i, params[i]) for i in compiled.stages[s].code.params]
 
     def _gradients(
@@ -429,6 +445,8 @@ class PipelinedStep:
 def _merge_marked(model: Variables, plan: PipelinePlan, params: Sequence[Any], rest: Sequence[Any]) -> Any:
     """The model, with the entries of its stages marked."""
     merged = model.merge(params, rest)
+    if plan.shapes:
+        fit_records(merged)
     mark_splits(merged, plan.splits, restart_order)
     return merged
 

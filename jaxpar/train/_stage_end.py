@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar._mean import Mean
-from jaxpar.pp._stacked import spec, unstack
+from jaxpar.pp._stacked import unstack
 from jaxpar.pp._stage import Stage
 from jaxpar.train._local import LocalStep
 from jaxpar.train._metrics import sum_over_ranks, values
@@ -32,25 +32,35 @@ class MeansOfAll:
         treedef: of the metrics, as `Mean`s.
         local: the step's options: axes, number of ranks.
         num_parts: ranks times microbatches.
+    num_losses: the same, of the stage that computes the loss.
+    whole: sums that are given already summed over the devices of their rank, by number.
     """
 
     treedef: Any
     local: LocalStep
     num_parts: int
+    num_losses: int
+    whole: frozenset[int] = frozenset()
 
-    def compiled(self, mesh: Mesh, types: Sequence[Any]) -> Callable[..., Any]:
+    def compiled(self, mesh: Mesh, specs: Sequence[PartitionSpec]) -> Callable[..., Any]:
         """`(sums between programs) -> (metrics, 1 / count)`, equal on all devices of a stage."""
 
         def run(sums: Leaves) -> tuple[Any, jax.Array]:
-            means = jax.tree.unflatten(self.treedef, [unstack(x) for x in sums])
+            mine = [self._once(unstack(x)) if i in self.whole else unstack(x) for i, x in enumerate(sums)]
+            means = jax.tree.unflatten(self.treedef, mine)
             means, _ = sum_over_ranks(means, [], self.local.axes)
             loss: Mean = means["loss"]
-            count = self.num_parts if loss.count is None else loss.count
+            count = self.num_losses if loss.count is None else loss.count
             dtype = jnp.promote_types(jnp.result_type(loss.total), jnp.float32)
             return values(means, self.num_parts), self.local.one_over(count, dtype)
 
-        specs = [spec(t, mesh.axis_names) for t in types]
-        return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec()))
+        in_specs = (list(specs),)
+        return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec()))
+
+    def _once(self, x: jax.Array) -> jax.Array:
+        """A sum over all ranks as the part of the first."""
+        axes = self.local.axes
+        return jnp.where(jax.lax.axis_index(axes) == 0, x, jnp.zeros_like(x)) if axes else x
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 sums of each rank  ->  last rank: metrics, 1 / count  ->  every rank         a few numbers, one move for each rank
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.pp._ranks import Ranks, wanted
 from jaxpar.pp._stage import Stage
+from jaxpar.train._local import LocalStep
 from jaxpar.train._stage_end import MeansOfAll
+from jaxpar.train._stage_sums import sums_of_rank
 
 Leaves = list[Any]
 
@@ -25,6 +27,7 @@ class StageMetrics:
     sources: for each rank, where its sums are: their number, stage, position there, and type at the last rank.
     results: for each rank, what it is sent: metrics and factor, or the factor alone.
     treedef: of metrics and factor.
+    first: for a rank of another shape than the last one's, what it does with its sums before they move.
     """
 
     ranks: Ranks
@@ -32,19 +35,48 @@ class StageMetrics:
     sources: tuple[tuple[tuple[int, int, int, jax.ShapeDtypeStruct], ...], ...]
     results: tuple[list[jax.ShapeDtypeStruct], ...]
     treedef: Any
+    first: Mapping[int, Callable[..., Any]]
 
     @classmethod
-    def of(cls, stages: Sequence[Stage], means: MeansOfAll, ranks: Ranks) -> "StageMetrics":
-        """For the programs of all stages."""
-        last = stages[-1]
+    def of(
+        cls, stages: Sequence[Stage], treedef: Any, locals_: Sequence[LocalStep], ranks: Ranks, num_parts: int
+    ) -> "StageMetrics":
+        """For the programs of all stages.
+
+        Args:
+            stages: of all ranks.
+            treedef: of the metrics, as `Mean`s.
+            locals_: for each rank the step's options there.
+            ranks: of the pipeline.
+            num_parts: microbatches of a step.
+        """
+        last, local = stages[-1], locals_[ranks.last]
         made = sorted(
             (i, s, position, type_)
             for s, stage in enumerate(stages)
             for position, (i, type_) in enumerate(zip(stage.sums, stage.sum_types, strict=True))
         )
         kept = [(s, position, type_) for i, s, position, type_ in made if i > 0]  # 0 is the total, once more
-        between = [last.between(type_) for _, _, type_ in kept]
-        program = means.compiled(last.mesh, [type_ for _, _, type_ in kept])
+        first, between = {}, [last.between(type_) for _, _, type_ in kept]
+        for rank, mesh in enumerate(ranks.meshes):
+            which = [k for k, (s, *_) in enumerate(kept) if ranks.of_stage[s] == rank]
+            if mesh.shape == last.mesh.shape or not which:
+                continue
+            scale = local.num_ranks / locals_[rank].num_ranks
+            sums = sums_of_rank(treedef, which, locals_[rank].axes, scale)
+            types = [kept[k][-1] for k in which]
+            first[rank] = sums.compiled(mesh, types)
+            given = [stages[kept[k][0]].between(type_) for k, type_ in zip(which, types, strict=True)]
+            for k, x in zip(which, jax.eval_shape(first[rank], given), strict=True):
+                between[k] = wanted(x, NamedSharding(last.mesh, PartitionSpec()))
+        means = MeansOfAll(
+            treedef,
+            local,
+            num_parts=local.num_ranks * num_parts,
+            num_losses=locals_[ranks.of_stage[made[0][1]]].num_ranks * num_parts,
+            whole=frozenset(k for k, (s, *_) in enumerate(kept) if ranks.of_stage[s] in first),
+        )
+        program = means.compiled(last.mesh, [x.sharding.spec for x in between])
         sources = tuple(
             tuple(
                 (k, s, position, like)
@@ -59,7 +91,7 @@ class StageMetrics:
         results = tuple(
             [wanted(x, NamedSharding(mesh, PartitionSpec())) for x in sent] for mesh in ranks.meshes
         )
-        return cls(ranks, program, sources, results, treedef)
+        return cls(ranks, program, sources, results, treedef, first)
 
     def __call__(self, sums: Sequence[Leaves | None]) -> tuple[dict[str, Any], dict[int, jax.Array]]:
         """Metrics, and the factor by rank for those that are here.
@@ -90,6 +122,7 @@ class StageMetrics:
             values: Leaves | None = None
             if rank in ranks.here:
                 values = [of_stage[place] for _, s, place, _ in source if (of_stage := sums[s]) is not None]
+                values = self.first[rank](values) if rank in self.first else values
             types = [like for *_, like in source]
             arrival = ranks.move(values, rank, ranks.last, types, "sums of losses and metrics")
             for (k, *_), x in zip(source, arrival() if arrival else (), strict=arrival is not None):

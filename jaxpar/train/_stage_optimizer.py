@@ -107,7 +107,7 @@ class StageOptimizer:
         """State on the devices of the stages that own it; what all need on those of all."""
         ranks, placed = self._ranks, []
         for i, (x, owner) in enumerate(zip(state, self._state_owners, strict=True)):
-            spec, home = spec_on_stage(x, axis), ranks.of_stage[owner or 0]
+            spec, home = spec_on_stage(x, axis, ranks.meshes), ranks.of_stage[owner or 0]
             placed.append(restricted(x, NamedSharding(ranks.meshes[home], spec)))
             for rank, mesh in enumerate(ranks.meshes) if owner is None else ():
                 copy = placed[-1] if rank == home else restricted(x, NamedSharding(mesh, spec))

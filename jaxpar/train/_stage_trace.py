@@ -28,11 +28,13 @@ class Traced:
     codes: the programs of each stage.
     kinds: how inputs and outputs of the whole program are numbered, and lie.
     means: structure of `{"loss": ..., **metrics}`, whose leaves are the sums after the first.
+    rows: how many rows of a microbatch each device has, of each array of the batch.
     """
 
     codes: tuple[StageCode, ...]
     kinds: Kinds
     means: Any
+    rows: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +155,7 @@ class LossTrace:
             is_gathered=self.local.units is not None,
             is_smaller=is_smaller,
         )
-        return Traced(codes, kinds, structures[-1])
+        return Traced(codes, kinds, structures[-1], tuple(x.shape[0] for x in rows))
 
     def _of_size(self, batch: Leaves, *, is_smaller: bool) -> tuple[LocalStep, float]:
         """For microbatches of one of two sizes: where their rows lie, and what a mean over them counts."""

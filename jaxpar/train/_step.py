@@ -28,6 +28,8 @@ from jaxpar.mesh._flat_buffers import default_flatten_below_bytes
 from jaxpar.pp import Costs, PipelinePlan, Timeline, plan_of, simulate
 from jaxpar.pp._place import onto_whole_mesh
 from jaxpar.pp._schedule._render._beside import check_trace_path, render_beside
+from jaxpar.pp._shapes import largest_sizes
+from jaxpar.train._check_shapes import check_shapes
 from jaxpar.train._checks import check_cuts, check_plan, check_records, check_units
 from jaxpar.train._dropout import Positions, own_counts
 from jaxpar.train._fused import FusedStep
@@ -133,6 +135,11 @@ class TrainStep:
         follow_parameters(optimizer, model)
         put_on_mesh(optimizer, self._mesh)
         check_optimizer_follows(model, optimizer)
+        self._sizes = dict(self._mesh.shape)
+        if plan is not None:
+            sequences = [axis for axis in self._axes if axis not in self._batch_axes]
+            check_shapes(model, optimizer, plan, self._mesh, sequences, is_unsharded=accumulate_unsharded)
+            self._sizes = largest_sizes(self._mesh, plan.axis, plan.shapes)
         self._model = Variables.of(model, optimizer.wrt)
         self._optimizer = Variables.of(optimizer, nnx.OptState)
         if not self._model.chosen:
@@ -144,7 +151,7 @@ class TrainStep:
         found = cuts_of(model, optimizer)
         cuts = tuple(found.get(id(variable)) for variable in self._model.chosen)
         check_cuts(self._model.chosen_names, cuts, self._axes, config.reduction)
-        live = tuple(axis for axis in self._axes if self._mesh.shape[axis] > 1)
+        live = tuple(axis for axis in self._axes if self._sizes[axis] > 1)
         counts = own_counts(model)
         local = LocalStep(
             loss_fn=loss_fn,
@@ -308,7 +315,7 @@ class TrainStep:
 
     def _summed_over(self, live: tuple[str, ...], variable: nnx.Variable[Any]) -> tuple[str, ...]:
         """Axes over which the gradients of a parameter are terms of a sum; the step takes it in a bucket."""
-        partial = (a for a in partial_axes(variable) if a not in live and self._mesh.shape.get(a, 1) > 1)
+        partial = (a for a in partial_axes(variable) if a not in live and self._sizes.get(a, 1) > 1)
         return (*_missing(live, variable.get_value()), *partial)
 
 
