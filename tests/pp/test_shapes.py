@@ -176,7 +176,7 @@ def test_a_part_is_told_from_the_whole_whatever_size_tp_has() -> None:
     found = []
 
     def run(bias: jax.Array) -> jax.Array:
-        merged = nnx.merge(graphdef, state)
+        merged = nnx.merge(graphdef, jax.tree.map(jnp.asarray, state))
         merged.layers[0].bias.set_value(bias)
         for fit in (lambda model: None, fit_records):
             fit(merged)
