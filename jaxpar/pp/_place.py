@@ -89,7 +89,7 @@ def on_whole_mesh(x: Any, mesh: Mesh, axis: str) -> Any:
     if not isinstance(sharding, NamedSharding) or sharding.mesh == mesh:
         return x
     stages = [stage_mesh(mesh, axis, rank) for rank in range(mesh.shape[axis])]
-    home = next((stage for stage in stages if _has_devices(stage, sharding.mesh)), None)
+    home = next((stage for stage in stages if _is_reshaped(sharding.mesh, stage)), None)
     if home is None:
         return x
     if home != sharding.mesh:
@@ -100,9 +100,12 @@ def on_whole_mesh(x: Any, mesh: Mesh, axis: str) -> Any:
     return _broadcast(x, stages.index(home), target, axis)
 
 
-def _has_devices(one: Mesh, other: Mesh) -> bool:
-    """Whether two meshes have the same axes and devices, in whatever shape."""
-    return one.axis_names == other.axis_names and list(one.devices.flat) == list(other.devices.flat)
+def _is_reshaped(mesh: Any, stage: Mesh) -> bool:
+    """Whether a mesh has the axes and devices of another one, in whatever shape."""
+    if mesh == stage:
+        return True
+    is_alike = isinstance(mesh, Mesh) and mesh.axis_names == stage.axis_names
+    return is_alike and list(mesh.devices.flat) == list(stage.devices.flat)
 
 
 def _broadcast(x: jax.Array, root: int, target: NamedSharding, axis: str) -> jax.Array:
