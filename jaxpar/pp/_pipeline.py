@@ -99,8 +99,8 @@ def pipeline(
         shapes: for some ranks other sizes of the axes beside the pipeline's, as in `{0: {"dp": 4, "tp": 1}}`: the rank's devices
             are arranged anew, axes that are not named keep the mesh's size, and the product stays. Gradients, dropout and
             the rows of each microbatch are as before. What crosses to a rank of another shape must be an array of which each rank
-            of an axis has one block, rows in dim 0 (activations, masks, a sequence split by `tp`), or all have all: it is laid
-            out anew, on whichever side less has to move. With "mpmd" in one process.
+            of an axis has one block along one dim (rows, a sequence split by `tp`), or all have all of it: it is laid out anew, on
+            whichever side less has to move. With "mpmd", in one process.
 
     Returns:
         The same object.

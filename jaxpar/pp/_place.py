@@ -62,7 +62,7 @@ def restricted(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(x.shape, sharding, here, dtype=x.dtype)
 
 
-def _shaped_as(x: jax.Array, mesh: Mesh) -> Mesh:
+def _shaped_as(x: jax.Array, mesh: Any) -> Mesh:
     """A mesh with the sizes that its axes have where an array lies."""
     sizes = x.sharding.mesh.shape if isinstance(x.sharding, NamedSharding) else {}
     shape = [sizes.get(name, size) for name, size in mesh.shape.items()]

@@ -121,15 +121,12 @@ class Boundary:
     def _dim(self, group: tuple[str, ...], sent: Any, received: Any) -> int:
         """The dim that axes split."""
         source, target = self.source.num(group), self.target.num(group)
-        if group == self.row_axes:
+        pairs = enumerate(zip(sent.shape, received.shape, strict=True))
+        if group == self.row_axes:  # no multiple of the rows: [x; y] of each rank's own would be cut apart
             rows = set(zip(self.source.rows, self.target.rows, strict=True))
-            found = [0] if sent.ndim and (sent.shape[0], received.shape[0]) in rows else []
+            found = [dim for dim, pair in pairs if pair in rows]
         else:
-            found = [
-                dim
-                for dim, (here, there) in enumerate(zip(sent.shape, received.shape, strict=True))
-                if here * source == there * target
-            ]
+            found = [dim for dim, (here, there) in pairs if here * source == there * target]
         if len(found) != 1:
             raise ParallelizeError(
                 f"{self._what(sent, received)}: it differs between the ranks of {_named(group)}, of which there are {source} and "

@@ -221,6 +221,7 @@ THREE = boundary({"dp": 4, "tp": 1, "ep": 2}, {"dp": 1, "tp": 2, "ep": 4})
     ("where", "sent", "received", "spec"),
     [
         (TO_TP, ((2, 6), ("dp",)), ((4, 6), ("dp",)), PartitionSpec(None, "dp", None)),
+        (TO_TP, ((6, 2), ("dp",)), ((6, 4), ("dp",)), PartitionSpec(None, None, "dp")),
         (TO_TP, ((2, 6), ("dp",)), ((4, 3), ("dp", "ep")), PartitionSpec(None, "dp", "ep")),
         (TO_TP, ((2, 6), ("dp", "tp")), ((4, 6), ("dp", "tp")), PartitionSpec("tp", "dp", None)),
         (TO_TP, ((3,), ("tp",)), ((3,), ("tp",)), PartitionSpec("tp", None)),
