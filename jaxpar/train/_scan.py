@@ -20,6 +20,7 @@ def scan_sum(
     fn: Callable[[Leaves, PyTree], tuple[PyTree, PyTree, Leaves]], state: Leaves, parts: PyTree
 ) -> tuple[PyTree, PyTree, Leaves]:
     """Runs `fn(state, part)` over the parts (dim 0), threading `state` through and summing the other results."""
+    fn = jax.jit(fn, inline=True)  # so that it is traced once, here, and not again in the loop
     first = jax.tree.map(lambda x: x[0], parts)
     # The state may begin to vary only through its update; with that known, the second look has the final types.
     state = _vary_like(state, jax.eval_shape(fn, state, first)[2])
