@@ -303,7 +303,7 @@ class PipelinedStep:
         own_params = list(map(self._put, params, of_params, owners.params))
         own_rest = list(map(self._put, rest, of_rest, owners.rest))
         self._model.assign(own_params, own_rest)
-        self._homes = StageHomes(self._model.rest_names, [x.sharding for x in own_rest])
+        self._homes = StageHomes((*names, *self._model.rest_names), [*own_params, *own_rest])
         borrowed_params: set[int] = set()
         for s, stage in enumerate(stages):
             lent_params, lent_rest = self._borrowed(s, stage)
@@ -345,8 +345,9 @@ class PipelinedStep:
         params, rest = self._model.values()
         grads, rest = self._gradients(compiled, arrays, scale_on, params, rest)
         self._model.assign(params, rest)
-        self._homes.know(rest)
-        return dict(metrics) | self._optimizer(grads)
+        norms, params = self._optimizer(grads)
+        self._homes.know([*params, *rest])
+        return dict(metrics) | norms
 
     def _run(
         self,
@@ -395,8 +396,9 @@ class PipelinedStep:
         """What the stages that are here begin with."""
         assert self._homes is not None
         params, rest = self._model.values()
-        if not self._homes.are_known(rest):
-            rest = self._homes.home(rest)
+        if not self._homes.are_known([*params, *rest]):
+            home = self._homes.home([*params, *rest])
+            params, rest = home[: len(params)], home[len(params) :]
             self._model.assign(params, rest)
         arrays: list[StageArrays | None] = []
         for s, stage in enumerate(compiled.stages):

@@ -19,23 +19,23 @@ Leaves = list[Any]
 
 
 class StageHomes:
-    """Where variables other than parameters belong. A value that was there in the last step is not asked again.
+    """Where parameters and other variables belong. An array that a step has made is not looked at again.
 
     Args:
         names: of the variables.
-        shardings: of each on the stage that owns it.
+        values: what they hold, each on the stage that owns it.
     """
 
-    def __init__(self, names: Sequence[str], shardings: Sequence[NamedSharding]) -> None:
-        self._names, self._shardings = names, shardings
-        self._known: Leaves = [None] * len(names)
+    def __init__(self, names: Sequence[str], values: Leaves) -> None:
+        self._names, self._known = names, values
+        self._shardings = [x.sharding for x in values]
 
     def know(self, values: Leaves) -> None:
-        """Remember arrays that a step has made."""
+        """Remember what the variables hold after a step."""
         self._known = list(values)
 
     def are_known(self, values: Leaves) -> bool:
-        """Whether these are the arrays of the last time."""
+        """Whether nobody has assigned anything since."""
         return all(map(operator.is_, values, self._known))
 
     def home(self, values: Leaves) -> Leaves:

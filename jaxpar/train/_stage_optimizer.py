@@ -67,8 +67,8 @@ class StageOptimizer:
         self._assign_state(state)
         self._programs = [self._program(s, cut, [*params, *state], donate) for s, cut in enumerate(cuts)]
 
-    def __call__(self, grads: Leaves) -> dict[str, jax.Array]:
-        """Updates parameters and state; returns the norm of the gradients, if they are clipped."""
+    def __call__(self, grads: Leaves) -> tuple[dict[str, jax.Array], Leaves]:
+        """Updates parameters and state; returns the norm of the gradients, if they are clipped, and the parameters."""
         metrics: dict[str, jax.Array] = {}
         factors: Mapping[int, Any] = {}
         if self._clip is not None:
@@ -101,7 +101,7 @@ class StageOptimizer:
         self._share(state, new_state, shared)
         self._model.assign(new_params, rest)
         self._assign_state(new_state)
-        return metrics
+        return metrics, new_params
 
     def _placed(self, state: Leaves, axis: str) -> Leaves:
         """State on the devices of the stages that own it; what all need on those of all."""

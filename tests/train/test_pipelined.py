@@ -188,6 +188,25 @@ class Tied(nnx.Module):
         return self.embed.attend(x)
 
 
+@pytest.mark.parametrize("executor", ["mpmd", "spmd"])
+def test_parameters_that_are_assigned_between_steps_go_to_their_stages(executor: Any) -> None:
+    """A table that both stages use, and a layer of the second one: arrays on the first device, or of NumPy."""
+    mesh, tokens = make_mesh(), np.zeros((8, 3), np.int32)
+
+    def assign(model: Any) -> Any:
+        model.embed.embedding.set_value(jnp.full((8, 8), 0.5))
+        model.blocks[1].kernel.set_value(np.full((8, 8), 0.25, np.float32))
+        return model
+
+    model = pipeline(Tied(), mesh["pp"], n_stages=2, n_microbatches=2, executor=executor)
+    optimizer = nnx.Optimizer(model, optax.sgd(0.0), wrt=nnx.Param)
+    step = jaxpar.TrainStep(lambda m, x: (m(x) ** 2).mean(), model, optimizer, mesh=mesh)
+    step(tokens)
+    assign(model)
+    expected = (assign(Tied())(jnp.asarray(tokens)) ** 2).mean()
+    np.testing.assert_allclose(step(tokens)["loss"], expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_activations_are_all_that_travels_and_no_weights(is_sharded: bool) -> None:
     """Of tied weights each stage gathers its own copy, and no token of the order of gathers crosses stages."""
