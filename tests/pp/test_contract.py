@@ -75,7 +75,7 @@ class Stages:
         leaves, treedef = jax.tree.flatten(batch)
         shapes = engine._batch.shapes(leaves)
         larger, smaller = (
-            engine._stages(engine._trace, shapes, treedef, is_smaller=is_smaller)[1]
+            engine._stages(engine._traces, shapes, treedef, is_smaller=is_smaller)[1]
             for is_smaller in (False, True)
         )
         return cls(larger, smaller, engine._ranks, engine._model.values()[0], leaves)
