@@ -1,11 +1,11 @@
 """The agent: one per host; runs a job as rounds of workers, each to its end, until one goes well or none may follow.
 
-    LaunchSpec -> folder + guard + signals
-                  round 0   port, store, workers -> Group.run -> a rank failed, 3 restarts are left
-                  round 1   port, store, workers -> Group.run -> all well
+    LaunchSpec -> folder + guard + signals -> rounds of one host, or of several that meet
+                  next_round -> workers -> Group.run -> a rank failed, 3 restarts are left
+                  next_round -> workers -> Group.run -> all well
 
 JAX cannot take a lost process back, so a failure ends all workers of a round, and all start again. Everything that outlives a
-round (guard, folder, signals) is held in `run_agent`, everything of a round in `_run_round`.
+round (guard, folder, signals) is held here; ports and stores by what gives the rounds (`_alone.py`, `_together.py`).
 """
 
 import contextlib
@@ -15,21 +15,24 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from jaxpar_launch._alone import Alone
 from jaxpar_launch._devices import num_cores
 from jaxpar_launch._errors import LaunchSpecError
 from jaxpar_launch._files import RunFolder
-from jaxpar_launch._group import Group, Outcome
+from jaxpar_launch._group import Group, Outside
 from jaxpar_launch._logs import MemorySink
-from jaxpar_launch._ports import PortReservation
+from jaxpar_launch._outcome import Outcome
 from jaxpar_launch._reaper import Reaper
-from jaxpar_launch._report import restart_text
 from jaxpar_launch._round import Round
 from jaxpar_launch._signals import SignalInbox
 from jaxpar_launch._spec import LaunchSpec
 from jaxpar_launch._worker import Console, Worker
 from jaxpar_launch.env import WorkerEnv, inherited_environ, thread_defaults
-from jaxpar_launch.store import StoreServer
+
+if TYPE_CHECKING:
+    from jaxpar_launch._together import Together
 
 _SHOW_CURSOR = b"\x1b[?25h"
 
@@ -40,6 +43,7 @@ def run_agent(
     timeout_s: float | None = None,
     is_shown: bool = True,
     memories: tuple[MemorySink, ...] = (),
+    secret: str | None = None,
 ) -> Outcome:
     """Runs the job to its end and leaves nothing behind: no process, port, or temporary file.
 
@@ -48,8 +52,10 @@ def run_agent(
         timeout_s: kill everything after so many seconds; None waits as long as it takes.
         is_shown: whether the workers' output goes to this process's stdout and stderr.
         memories: one per worker to collect its output in, or none.
+        secret: the token by which launchers of several hosts know each other.
 
     Raises:
+        RendezvousError: the hosts did not come together, or one was lost that served the others.
         LaunchSpecError: the port is in use, or the program cannot be run; no worker is left.
     """
     with contextlib.ExitStack() as stack:
@@ -63,15 +69,18 @@ def run_agent(
             console=Console(socket.gethostname(), is_shown=is_shown, memories=memories),
             deadline=None if timeout_s is None else time.monotonic() + timeout_s,
         )
-        outcome, earlier = _run_round(job, 0), []
-        while outcome.can_restart and len(earlier) < spec.max_restarts:
-            earlier.append(restart_text(outcome.failures[0], number=len(earlier) + 1, most=spec.max_restarts))
+        rounds = stack.enter_context(contextlib.closing(_rounds(job, secret)))
+        while True:
+            with rounds.next_round() as round_:
+                outcome = _run_round(job, round_, rounds.outside)
+            outcome, why = rounds.conclude(outcome)
+            if why is None:
+                break
             if is_shown:
-                print(f"jaxpar-launch: {earlier[-1]}", file=sys.stderr, flush=True)
-            outcome = _run_round(job, len(earlier))
+                print(f"jaxpar-launch: {why}", file=sys.stderr, flush=True)
         if is_shown and outcome.exit_code and os.isatty(1):
             os.write(1, _SHOW_CURSOR)  # rank 0's progress bar hid it, and may not have lived to bring it back
-        return outcome.after(earlier)
+        return outcome
 
 
 @dataclass(frozen=True)
@@ -86,22 +95,24 @@ class _Job:
     deadline: float | None
 
 
-def _run_round(job: _Job, number: int) -> Outcome:
-    """Starts all workers and watches them to their end; gives the port and the store back."""
+def _rounds(job: _Job, secret: str | None) -> "Alone | Together":
+    if job.spec.rendezvous is None:
+        return Alone(job.spec)
+    from jaxpar_launch._together import Together  # one host starts faster without it
+
+    return Together(job.spec, secret=secret, inbox=job.inbox)
+
+
+def _run_round(job: _Job, round_: Round, outside: Outside | None) -> Outcome:
+    """Starts this host's workers and watches them to their end."""
     spec = job.spec
+    workers: list[Worker] = []
     with contextlib.ExitStack() as stack:
-        port = stack.enter_context(contextlib.closing(reserve_port(spec)))
-        token = os.urandom(16).hex()
-        store = stack.enter_context(contextlib.closing(StoreServer("127.0.0.1", token=token)))
-        round_ = round_of_one_host(
-            spec, number=number, master_port=port.port, store=store.address, token=token
-        )
-        workers: list[Worker] = []
         stack.callback(lambda: [worker.close() for worker in workers])
         for local_rank in range(spec.nproc):
             workers.append(_start(spec, round_, local_rank, job.folder, job.console))
             job.reaper.watch(worker.pid for worker in workers)
-        if number == 0 and spec.has_logs and job.console.is_shown:
+        if round_.number == 0 and spec.has_logs and job.console.is_shown:
             print(f"jaxpar-launch: logs are in {job.folder.path}", file=sys.stderr, flush=True)
         group = Group(
             workers,
@@ -110,30 +121,9 @@ def _run_round(job: _Job, number: int) -> Outcome:
             host=job.console.hostname,
             deadline=job.deadline,
             reaper=job.reaper,
+            outside=outside,
         )
         return group.run()
-
-
-def reserve_port(spec: LaunchSpec) -> PortReservation:
-    """The port of this round's coordinator: the one asked for, else a free one."""
-    if spec.master_port is not None:
-        return PortReservation.claim(spec.master_addr, spec.master_port)
-    return PortReservation.draw(spec.master_addr)
-
-
-def round_of_one_host(spec: LaunchSpec, *, number: int, master_port: int, store: str, token: str) -> Round:
-    """A round of a job on one host; each is a restart of the one before."""
-    return Round(
-        number=number,
-        world_size=spec.nproc,
-        first_rank=0,
-        group_rank=0,
-        group_world_size=1,
-        master_addr=spec.master_addr,
-        master_port=master_port,
-        store=store,
-        store_token=token,
-    )
 
 
 def worker_environ(spec: LaunchSpec, env: WorkerEnv, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -18,3 +18,11 @@ class LaunchFailedError(RuntimeError):
 
 class LaunchTimeoutError(LaunchFailedError):
     """A launch did not end in time and was killed; the message holds the last lines of every rank."""
+
+
+class RendezvousError(RuntimeError):
+    """The launchers of several hosts did not come together; the message says who is missing, and what to do."""
+
+    def __init__(self, message: str, *, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

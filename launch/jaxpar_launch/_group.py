@@ -1,6 +1,7 @@
 """One round's workers on this host, from all started to all ended.
 
     running --a worker fails------> stopping (SIGTERM, failure_grace_s) --> SIGKILL --> ended
+            --another host's does-> stopping (the same)
             --SIGTERM, SIGINT-----> stopping (the same signal, grace_s) --> SIGKILL --> ended
             --deadline------------> stopping (SIGABRT: stacks are printed)  SIGKILL --> ended
             --all exit with 0-----------------------------------------------------------> ended
@@ -13,10 +14,10 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import Protocol
 
 from jaxpar_launch._logs import Stream
+from jaxpar_launch._outcome import Outcome, shell_code
 from jaxpar_launch._reaper import Reaper
 from jaxpar_launch._report import Failure, exit_text, failure_text, ranked
 from jaxpar_launch._signals import ENDING, SignalInbox
@@ -31,26 +32,18 @@ _ABANDON_S = (
 _PIPE_CHUNKS = 16
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a round ended on this host: the launcher's exit code, failures (root cause first), the report.
+class Outside(Protocol):
+    """What ends a round from elsewhere."""
 
-    It can be run again if a worker failed, and nobody asked for the end.
-    """
+    fd: int
 
-    exit_code: int
-    failures: tuple[Failure, ...]
-    report: str
-    is_timeout: bool = False
-    can_restart: bool = False
+    def take(self) -> bool:
+        """Whether it has."""
+        ...
 
-    def after(self, earlier: Sequence[str]) -> "Outcome":
-        """The same, with what went before it in the report of a job that failed in the end."""
-        if not earlier or not self.report:
-            return self
-        return replace(
-            self, report="\n".join([self.report, "  before that:", *(f"  - {line}" for line in earlier)])
-        )
+    def blame(self, root: Failure) -> None:
+        """Tells the others of a failure here."""
+        ...
 
 
 class Group:
@@ -65,9 +58,10 @@ class Group:
         reaper: Reaper,
         host: str,
         deadline: float | None,
+        outside: Outside | None = None,
     ) -> None:
         self._workers, self._spec, self._inbox, self._host = workers, spec, inbox, host
-        self._reaper = reaper
+        self._reaper, self._outside = reaper, outside
         self._deadline = deadline  # of time.monotonic()
         self._kill_at: float | None = None
         self._abandon_at = float("inf")
@@ -75,12 +69,14 @@ class Group:
         self._was_killed: set[int] = set()
         self._failures: list[Failure] = []
         self._user_signal: int | None = None
-        self._is_timeout = False
+        self._is_timeout = self._is_ended_elsewhere = False
 
     def run(self) -> Outcome:
         """Watches the group until every worker has ended."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._inbox.fd, selectors.EVENT_READ)
+            if self._outside is not None:
+                selector.register(self._outside.fd, selectors.EVENT_READ)
             for worker in self._workers:
                 for stream in worker.streams:
                     selector.register(stream.fd, selectors.EVENT_READ, stream)
@@ -90,6 +86,7 @@ class Group:
                 self._wait(selector)
                 self._look_at_exits(selector)
                 self._obey_signals()
+                self._listen()
                 self._keep_deadlines()
         self._drain()
         return self._outcome()
@@ -117,6 +114,9 @@ class Group:
         if failed and self._stop_signal is None:
             self._failures = [Failure.of(worker, self._host) for worker in failed]
             self._stop(signal.SIGTERM, self._spec.failure_grace_s)
+            root = ranked(self._failures)[0]
+            if self._outside is not None and not root.is_symptom:  # else somebody else has more to say
+                self._outside.blame(root)
 
     def _obey_signals(self) -> None:
         for signum in self._inbox.take():
@@ -132,6 +132,12 @@ class Group:
             else:
                 self._user_signal = self._user_signal or signum
                 self._kill_at = time.monotonic()
+
+    def _listen(self) -> None:
+        """Whether the round has ended on another host."""
+        if self._outside is not None and self._outside.take() and self._stop_signal is None:
+            self._is_ended_elsewhere = True
+            self._stop(signal.SIGTERM, self._spec.failure_grace_s)
 
     def _keep_deadlines(self) -> None:
         now = time.monotonic()
@@ -174,17 +180,21 @@ class Group:
                 if worker.env.rank not in blamed
             ]
             return Outcome(
-                _shell_code(failures[0].exit_code),
+                shell_code(failures[0].exit_code),
                 failures,
                 failure_text(failures, others=fates),
-                can_restart=self._user_signal is None and not self._is_timeout,
+                is_timeout=self._is_timeout,
+                is_leaving=self._user_signal is not None,
             )
         if self._is_timeout:
             head = "jaxpar-launch: the job did not end in time and was killed."
             return Outcome(TIMEOUT_EXIT_CODE, (), "\n  ".join([head, *others]), is_timeout=True)
         if self._user_signal is not None:
             head = f"jaxpar-launch: ended by {signal.Signals(self._user_signal).name}."
-            return Outcome(128 + self._user_signal, (), "\n  ".join([head, *others]))
+            code = 128 + self._user_signal
+            return Outcome(code, (), "\n  ".join([head, *others]), is_leaving=True)
+        if self._is_ended_elsewhere:
+            return Outcome(1, (), "\n  ".join(["jaxpar-launch: ended by another host.", *others]))
         return Outcome(0, (), "")
 
     def _fate(self, worker: Worker) -> str:
@@ -208,11 +218,6 @@ def _pump(stream: Stream, selector: selectors.BaseSelector) -> None:
         stream.pump()
         if not stream.is_open:
             selector.unregister(stream.fd)
-
-
-def _shell_code(exit_code: int) -> int:
-    """A worker's exit code as the launcher's: 128 + n for signal n, as shells have it."""
-    return exit_code if exit_code > 0 else 128 - exit_code
 
 
 def _say(text: str) -> None:

@@ -3,7 +3,7 @@
 HELP = """\
 jaxpar-launch [options] script.py [its arguments ...]
 
-Starts a script in several processes on this host, watches them, and ends them together.
+Starts a script in several processes on one host or many, watches them, and ends them together.
 
   Two workers, one CPU device each           jaxpar-launch --nproc-per-node 2 train.py --lr 3e-4
   One worker per GPU                         jaxpar-launch --nproc-per-node gpu train.py
@@ -12,6 +12,9 @@ Starts a script in several processes on this host, watches them, and ends them t
   Any program                                jaxpar-launch --nproc-per-node 2 --no-python ./run.sh
   Keep every rank's output                   jaxpar-launch --nproc-per-node 2 --log-dir logs train.py
   Show only rank 0, the others in files      jaxpar-launch --nproc-per-node 2 --log-dir logs --redirects 1:3 train.py
+  Two hosts: the same line on each           jaxpar-launch --nnodes 2 --rdzv-endpoint node0:29400 --nproc-per-node 4 train.py
+  As many hosts as come, two at least        jaxpar-launch --nnodes 2:8 --rdzv-endpoint node0:29400 --max-restarts 3 train.py
+  Hosts with places given by hand            jaxpar-launch --nnodes 2 --node-rank 1 --master-addr node0 train.py
   Start again when a worker fails            jaxpar-launch --nproc-per-node 2 --max-restarts 3 train.py
   Time to write a checkpoint on SIGTERM      jaxpar-launch --nproc-per-node 2 --grace-period 120 train.py
   See what would be started                  jaxpar-launch --nproc-per-node 2 --dry-run train.py
@@ -22,14 +25,27 @@ others are ended, the first failure is reported with its rank, exception and las
 for signal n) becomes the launcher's. With --max-restarts all workers start again instead, as often as that: they meet
 at a new port and find TORCHELASTIC_RESTART_COUNT one higher. Wrong options exit with 2.
 
+Of several hosts, the one at --rdzv-endpoint serves the meeting; all others may start before or after it. A failure on
+one host ends the workers of all, and all start again. With MIN:MAX, hosts may come and leave while the job runs: all
+workers start again with the new world, and no restart is used up. If the host that serves is lost, the job ends.
+
 workers
   --nproc-per-node N|auto|gpu|cpu   workers on this host; auto: one per GPU, without GPUs one per core  [1]
   --devices-per-proc N              CPU devices, or GPUs, of each worker  [1 CPU device; GPUs in equal shares]
   -m, --module                      the script is a module's name
   --no-python                       the script is a program, started directly
   --role NAME                       ROLE_NAME of the workers  [default]
-where they meet
-  --master-addr HOST                an address of this host  [127.0.0.1]
+hosts
+  --nnodes N|MIN:MAX                how many hosts take part  [1]
+  --rdzv-endpoint HOST[:PORT]       where their launchers meet; served by the first of them on that host  [port 29400]
+  --rdzv-id ID                      keeps jobs apart that meet at one place  [none]
+  --rdzv-backend tcp|c10d|static    all the same meeting; names for lines from torchrun  [tcp]
+  --rdzv-conf NAME=S,...            join_timeout 600: for MIN hosts to come; last_call_timeout 30: for more of them;
+                                    keep_alive_interval 1, keep_alive_max_attempt 5: a silent launcher is lost after 5 s
+  --node-rank N                     this host's place, if it shall be fixed  [by arrival]
+  --local-addr HOST                 an address of this host that the others can reach  [that which leads to the endpoint]
+where workers meet
+  --master-addr HOST                an address of this host; with --nnodes and --node-rank: of the first host  [127.0.0.1]
   --master-port PORT                for JAX's coordination service  [a free one]
   --standalone                      this host alone on a free port: the default, here for lines from torchrun
 output (for each worker: 0 none, 1 stdout, 2 stderr, 3 both; or by local rank, as 0:3,1:2)
@@ -47,6 +63,7 @@ restarting and stopping
   -h, --help                        this text
 
 On a terminal, local rank 0 writes to it directly, so that progress bars work; the others' lines get a prefix.
-Every option can also come from the environment, --log-dir as JAXPAR_LOG_DIR; the command line wins. Underscores
+Every option can also come from the environment, --log-dir as JAXPAR_LOG_DIR; the command line wins. JAXPAR_RDZV_TOKEN, the
+same secret on all hosts, keeps strangers out of the meeting, which else anybody may join who knows the --rdzv-id. Underscores
 may stand for dashes. What follows the script's name is the script's.
 """

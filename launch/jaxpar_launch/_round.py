@@ -18,6 +18,7 @@ class Round:
     """The facts that all workers of one round share; `first_rank` is the rank of this host's local rank 0."""
 
     number: int
+    restart_count: int
     world_size: int
     first_rank: int
     group_rank: int
@@ -39,7 +40,7 @@ class Round:
             role_name=spec.role,
             master_addr=self.master_addr,
             master_port=self.master_port,
-            restart_count=self.number,
+            restart_count=self.restart_count,
             max_restarts=spec.max_restarts,
             run_id=spec.run_id,
             store=self.store,

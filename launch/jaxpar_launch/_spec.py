@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jaxpar_launch._errors import LaunchSpecError
+from jaxpar_launch._rdzv_spec import RendezvousSpec
 from jaxpar_launch._streams import StreamChoice
 
 KINDS = ("script", "module", "program")
@@ -31,6 +32,7 @@ class LaunchSpec:
         grace_s      SIGTERM -> SIGKILL         when the launcher is told to stop: time to write a checkpoint
         failure_grace_s  the same               when a worker failed: short, for JAX swallows SIGTERM
         max_restarts     how often all workers start again when one has failed
+        rendezvous       where other hosts are met; None: this host alone
 
     Raises:
         LaunchSpecError: at construction; names the flag and the line to write instead.
@@ -54,6 +56,7 @@ class LaunchSpec:
     grace_s: float = 30.0
     failure_grace_s: float = 1.0
     max_restarts: int = 0
+    rendezvous: RendezvousSpec | None = None
     monitor_interval_s: float = 0.1
     log_dir: str | None = None
     redirects: StreamChoice = StreamChoice()

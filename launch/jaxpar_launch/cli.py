@@ -15,22 +15,15 @@ from typing import NoReturn
 from jaxpar_launch._agent import run_agent
 from jaxpar_launch._devices import num_gpus, resolve_workers
 from jaxpar_launch._dry_run import dry_run_text
-from jaxpar_launch._errors import LaunchSpecError
+from jaxpar_launch._errors import LaunchSpecError, RendezvousError
 from jaxpar_launch._help import HELP
+from jaxpar_launch._rdzv_spec import rendezvous_of
 from jaxpar_launch._spec import DEFAULT_PREFIX, LaunchSpec
 from jaxpar_launch._streams import StreamChoice
 from jaxpar_launch.env import inherited_environ, option_from_environ
 
 USAGE_EXIT_CODE = 2
-_LATER = (
-    "--nnodes",
-    "--node-rank",
-    "--rdzv-backend",
-    "--rdzv-endpoint",
-    "--rdzv-id",
-    "--rdzv-conf",
-    "--local-addr",
-)
+_MEETING = ("nnodes", "node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-conf", "local-addr")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,10 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.dry_run:
             print(dry_run_text(spec, inherited_environ()))
             return 0
-        outcome = run_agent(spec)
+        outcome = run_agent(spec, secret=option_from_environ("--rdzv-token"))
     except LaunchSpecError as error:
         print(f"jaxpar-launch: {error}", file=sys.stderr)
         return USAGE_EXIT_CODE
+    except RendezvousError as error:
+        print(f"jaxpar-launch: {error}", file=sys.stderr)
+        return error.exit_code
     if outcome.report:
         print(outcome.report, file=sys.stderr, flush=True)
     return outcome.exit_code
@@ -73,6 +69,9 @@ def _parser() -> _Parser:
     add("-m", "--module", action="store_true")
     add("--no-python", action="store_true")
     add("--role", default="default")
+    for name in _MEETING:
+        add(f"--{name}")
+    add("--rdzv-id", default="none")
     add("--master-addr")
     add("--master-port", type=_number(int, "29500"))
     add("--standalone", action="store_true")
@@ -134,11 +133,6 @@ def _from_environ(is_switch: dict[str, bool]) -> list[str]:
 
 
 def _unknown(flag: str, flags: list[str]) -> str:
-    if flag in _LATER:
-        return (
-            f"{flag}: this version runs on one host. Leave it out; "
-            "`jaxpar-launch --nproc-per-node 2 train.py` is a complete line."
-        )
     import difflib
 
     near = difflib.get_close_matches(flag, flags, n=1)
@@ -151,10 +145,14 @@ def _spec(options: argparse.Namespace, command: tuple[str, ...]) -> LaunchSpec:
         raise LaunchSpecError(
             "-m and --no-python exclude each other: a module needs Python. Leave one of them out."
         )
-    if options.standalone and (options.master_addr or options.master_port):
+    if options.standalone and (options.master_addr or options.master_port or options.rdzv_endpoint):
         raise LaunchSpecError(
-            "--standalone means this host and a free port: leave out --master-addr and --master-port."
+            "--standalone means this host and a free port: leave out --master-addr, --master-port and --rdzv-endpoint."
         )
+    meeting = {name.replace("-", "_"): getattr(options, name.replace("-", "_")) for name in _MEETING}
+    rendezvous = rendezvous_of(
+        meeting | {"master_addr": options.master_addr, "master_port": options.master_port}
+    )
     inherited = inherited_environ()
     nproc, platform = resolve_workers(options.nproc_per_node, inherited)
     redirects = StreamChoice.parse(options.redirects, flag="--redirects")
@@ -169,6 +167,8 @@ def _spec(options: argparse.Namespace, command: tuple[str, ...]) -> LaunchSpec:
         num_gpus=num_gpus(inherited) if platform == "gpu" else 0,
         master_addr=options.master_addr or "127.0.0.1",
         master_port=options.master_port,
+        rendezvous=rendezvous,
+        run_id=options.rdzv_id,
         role=options.role,
         grace_s=options.grace_period,
         failure_grace_s=options.failure_grace_period,

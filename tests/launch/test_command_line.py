@@ -106,7 +106,19 @@ def test_a_wrong_stream_choice_names_its_flag(text: str) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--nnodes 2 train.py", "--nnodes: this version runs on one host"),
+        ("--nnodes 2 train.py", "--nnodes 2 needs a place to meet: jaxpar-launch --nnodes 2 --rdzv-endpoint"),
+        ("--nnodes 3:2 train.py", "--nnodes 3:2 is neither a number of hosts nor MIN:MAX"),
+        ("--nnodes 2 --node-rank 2 train.py", "--node-rank 2 does not lie in 0..1"),
+        ("--nnodes 2 --master-addr a train.py", "--nnodes 2 with --master-addr needs --node-rank too"),
+        (
+            "--nnodes 2 --rdzv-endpoint a --rdzv-conf x=1 t.py",
+            "--rdzv-conf x=1: not name=seconds with a name of join_timeout",
+        ),
+        (
+            "--nnodes 2 --rdzv-endpoint a --rdzv-backend mpi t.py",
+            "--rdzv-backend mpi: there is tcp, c10d, static",
+        ),
+        ("--max-restarts -1 --no-python true", "--max-restarts -1: a job cannot restart less than never"),
         ("--nproc-per-nod 2 train.py", "Did you mean --nproc-per-node?"),
         (
             "--master-port high train.py",

@@ -1,0 +1,42 @@
+"""How a round of workers ended on this host."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jaxpar_launch._report import Failure
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The launcher's exit code, failures (root cause first), the report.
+
+    Args:
+        exit_code: 0 if all workers here are done.
+        failures: of workers here.
+        report: for people; empty if all is well.
+        is_timeout: whether it was out of time.
+        is_leaving: whether this launcher was told to end.
+    """
+
+    exit_code: int
+    failures: tuple[Failure, ...]
+    report: str
+    is_timeout: bool = False
+    is_leaving: bool = False
+
+    @property
+    def can_restart(self) -> bool:
+        """A worker failed, and nobody asked for the end."""
+        return bool(self.failures) and not self.is_leaving and not self.is_timeout
+
+    def after(self, earlier: Sequence[str]) -> "Outcome":
+        """The same, with what went before it in the report of a job that failed in the end."""
+        if not earlier or not self.report:
+            return self
+        story = ["  before that:", *(f"  - {line}" for line in earlier)]
+        return replace(self, report="\n".join([self.report, *story]))
+
+
+def shell_code(exit_code: int) -> int:
+    """A worker's exit code as the launcher's: 128 + n for signal n, as shells have it."""
+    return exit_code if exit_code > 0 else 128 - exit_code

@@ -1,0 +1,151 @@
+"""A thread that says "I am here" for this host's launcher, and listens for the end of the round it is in.
+
+    every interval     beat/<id> += 1                            |-- the others' beats stand still: they are lost
+    at once            <round>/end is set ---> fd is readable    |-- launchers arrived: the round ends, to let them in
+
+Beats are compared with the listener's own clock only: clocks of hosts need not agree.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+
+from jaxpar_launch._members import End, State
+from jaxpar_launch._outcome import shell_code
+from jaxpar_launch._report import Failure
+from jaxpar_launch.store import StoreClient, StoreError, StoreTimeoutError
+
+STATE = "state"
+
+
+class Freshness:
+    """Whose beats stand still.
+
+    Args:
+        patience_s: how long they may.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._seen: dict[str, tuple[int | None, float]] = {}
+
+    def stale(self, beats: Mapping[str, int | None]) -> list[str]:
+        """Those of `beats` that have not changed for too long."""
+        now = time.monotonic()
+        for who, beat in beats.items():
+            if who not in self._seen or self._seen[who][0] != beat:
+                self._seen[who] = (beat, now)
+        return [who for who in beats if now - self._seen[who][1] > self._patience_s]
+
+
+def beats_of(client: StoreClient, ids: Iterable[str]) -> dict[str, int | None]:
+    """The last beat of each."""
+    return {who: client.try_get(f"beat/{who}") for who in ids}
+
+
+def claim_end(client: StoreClient, round_: int, end: End) -> End:
+    """Ends a round, unless somebody has; returns the end that counts."""
+    return End(**client.compare_set(f"{round_}/end", None, asdict(end)))
+
+
+def failure_of(root: Failure) -> End:
+    """A worker's failure as the other hosts are told of it."""
+    told = f": {root.message}" if root.message else ""
+    text = f"rank {root.rank} on host {root.host} failed ({root.cause}{told})"
+    return End(kind="failure", host=root.host, text=text, exit_code=shell_code(root.exit_code))
+
+
+class Pulse:
+    """Beats and listens until closed.
+
+    Args:
+        client: a connection of its own.
+        member_id: whose beat it is.
+        interval_s: between beats.
+        patience_s: how long another's beat may stand still.
+        most: how many launchers a round takes.
+    """
+
+    def __init__(
+        self, client: StoreClient, member_id: str, *, interval_s: float, patience_s: float, most: int
+    ) -> None:
+        self._client, self._id, self._interval_s, self._most = client, member_id, interval_s, most
+        self._freshness = Freshness(patience_s)
+        self._state: State | None = None
+        self._wake, self._is_closing = threading.Event(), False
+        self.end: End | None = None
+        self.cut_off: str | None = None  # why the rendezvous is gone
+        self.fd, self._write_fd = os.pipe()
+        os.set_blocking(self.fd, False)
+        self._thread = threading.Thread(target=self._run, name="jaxpar-pulse", daemon=True)
+        self._thread.start()
+
+    def watch(self, state: State | None) -> None:
+        """Listens for the end of this round; None: of none."""
+        self.end, self._state = None, state
+        self._wake.set()
+
+    def take(self) -> bool:
+        """Whether the round has ended, or nobody can tell any more."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.fd, 64)
+        return self.end is not None or self.cut_off is not None
+
+    def blame(self, root: Failure) -> None:
+        """Ends the round everywhere, because of a worker here."""
+        state = self._state
+        if state is not None:
+            with contextlib.suppress(StoreError), self._client.clone() as client:
+                claim_end(client, state.round, failure_of(root))
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._is_closing = True
+        self._wake.set()
+        self._thread.join(timeout=self._interval_s + 5)
+        self._client.close()
+        for end in (self.fd, self._write_fd):
+            os.close(end)
+
+    def _run(self) -> None:
+        beat = 0
+        while not self._is_closing:
+            beat += 1
+            state = self._state
+            try:
+                self._client.set(f"beat/{self._id}", beat)
+                if state is None or self.end is not None:
+                    self._wake.wait(self._interval_s)
+                    self._wake.clear()
+                else:
+                    self._listen(state)
+            except StoreError as error:
+                self.cut_off = str(error)
+                os.write(self._write_fd, b"x")
+                return
+
+    def _listen(self, state: State) -> None:
+        """For one interval."""
+        with contextlib.suppress(StoreTimeoutError):
+            end = self._client.get(f"{state.round}/end", timeout_s=self._interval_s)
+            return self._tell(End(**end), state)
+        others = {member.id: member for member in state.members if member.id != self._id}
+        for who in self._freshness.stale(beats_of(self._client, others)):
+            text = f"the launcher on host {others[who].host} is gone: no sign of life"
+            claim_end(
+                self._client, state.round, End(kind="lost", host=others[who].host, text=text, exit_code=1)
+            )
+            return None
+        now = State.from_wire(self._client.try_get(STATE))
+        if state.members[0].id == self._id and now.newcomers and len(now.members) < self._most:
+            text = f"{', '.join(member.host for member in now.newcomers)} joined"
+            claim_end(self._client, state.round, End(kind="joined", host="", text=text, exit_code=1))
+        return None
+
+    def _tell(self, end: End, state: State) -> None:
+        if state is self._state:
+            self.end = end
+            os.write(self._write_fd, b"x")

@@ -1,0 +1,145 @@
+"""Where and with how many other hosts a job meets, from torchrun's options.
+
+--nnodes 2              two hosts, no more and no fewer      --nnodes 2:4   as many as come, two at least
+--rdzv-endpoint a:29400         the first of them to listen there serves the others
+--node-rank 1 --master-addr a --master-port 29400            the same, with places given by hand ("static")
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from jaxpar_launch._errors import LaunchSpecError
+
+BACKENDS = {"tcp": "tcp", "c10d": "tcp", "static": "static"}
+DEFAULT_PORT = 29400
+_LINE = "jaxpar-launch --nnodes 2 --rdzv-endpoint node0:29400 --nproc-per-node 4 train.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RendezvousConf:
+    """Seconds, as torchrun names them (row E8).
+
+    Args:
+        join_timeout: how long to wait for the least number of hosts.
+        last_call_timeout: how long to wait for more, once they are there.
+        keep_alive_interval: between two signs of life of a launcher.
+        keep_alive_max_attempt: how many may be missing before it is taken for lost.
+    """
+
+    join_timeout: float = 600.0
+    last_call_timeout: float = 30.0
+    keep_alive_interval: float = 1.0
+    keep_alive_max_attempt: float = 5.0
+
+    @property
+    def patience_s(self) -> float:
+        """How long a launcher may be silent."""
+        return self.keep_alive_interval * self.keep_alive_max_attempt
+
+    @classmethod
+    def parse(cls, text: str) -> "RendezvousConf":
+        """From "name=value,name=value".
+
+        Raises:
+            LaunchSpecError: another name, or no number.
+
+        Example:
+            >>> RendezvousConf.parse("join_timeout=60").join_timeout
+            60.0
+        """
+        names = [f.name for f in fields(cls)]
+        values: dict[str, float] = {}
+        for part in filter(None, text.split(",")):
+            name, _, value = part.partition("=")
+            try:
+                if name.strip() not in names or not 0 < float(value) < float("inf"):
+                    raise ValueError(part)
+            except ValueError:
+                raise LaunchSpecError(
+                    f"--rdzv-conf {part}: not name=seconds with a name of {', '.join(names)}. Write for example "
+                    "--rdzv-conf join_timeout=60,last_call_timeout=5."
+                ) from None
+            values[name.strip()] = float(value)
+        return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RendezvousSpec:
+    """A meeting of several hosts.
+
+    Args:
+        endpoint: "host:port" where they meet.
+        least: how many hosts are enough.
+        most: how many take part.
+        node_rank: this host's place, if it is given by hand.
+        local_addr: at which the others reach this host, if it is given by hand.
+        conf: how long to wait for what.
+    """
+
+    endpoint: str
+    least: int
+    most: int
+    node_rank: int | None = None
+    local_addr: str | None = None
+    conf: RendezvousConf = field(default_factory=RendezvousConf)
+
+
+def rendezvous_of(options: Mapping[str, str | None]) -> RendezvousSpec | None:
+    """The meeting that the options describe; None for one host alone.
+
+    Args:
+        options: nnodes, node_rank, rdzv_backend, rdzv_endpoint, rdzv_conf, master_addr, master_port, local_addr.
+
+    Raises:
+        LaunchSpecError: no endpoint, no such backend, or numbers that do not fit.
+
+    Example:
+        >>> rendezvous_of({"nnodes": "2:4", "rdzv_endpoint": "a"})
+        RendezvousSpec(endpoint='a:29400', least=2, most=4, ...
+    """
+    least, most = _nodes(options.get("nnodes") or "1")
+    node_rank = _node_rank(options.get("node_rank"), most)
+    backend = options.get("rdzv_backend")
+    if backend is not None and backend not in BACKENDS:
+        raise LaunchSpecError(
+            f"--rdzv-backend {backend}: there is {', '.join(BACKENDS)}. Leave it out for tcp, which the first host serves itself."
+        )
+    endpoint = options.get("rdzv_endpoint")
+    if not endpoint and most > 1 and options.get("master_addr"):
+        endpoint = f"{options['master_addr']}:{options.get('master_port') or DEFAULT_PORT}"
+        if node_rank is None:
+            raise LaunchSpecError(
+                f"--nnodes {most} with --master-addr needs --node-rank too, a different one on each host; or write "
+                f"--rdzv-endpoint {endpoint} in place of both."
+            )
+    if not endpoint:
+        if most == 1:
+            return None
+        raise LaunchSpecError(f"--nnodes {options['nnodes']} needs a place to meet: {_LINE}")
+    if ":" not in endpoint or endpoint.endswith("]"):
+        endpoint = f"{endpoint}:{DEFAULT_PORT}"
+    return RendezvousSpec(
+        endpoint=endpoint,
+        least=least,
+        most=most,
+        node_rank=node_rank,
+        local_addr=options.get("local_addr"),
+        conf=RendezvousConf.parse(options.get("rdzv_conf") or ""),
+    )
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    least, _, most = text.partition(":")
+    if not least.isdigit() or not (most or least).isdigit() or not 0 < int(least) <= int(most or least):
+        raise LaunchSpecError(
+            f"--nnodes {text} is neither a number of hosts nor MIN:MAX, as in --nnodes 2:4."
+        )
+    return int(least), int(most or least)
+
+
+def _node_rank(text: str | None, most: int) -> int | None:
+    if text is None:
+        return None
+    if not text.isdigit() or int(text) >= most:
+        raise LaunchSpecError(f"--node-rank {text} does not lie in 0..{most - 1}, with --nnodes {most}.")
+    return int(text)
