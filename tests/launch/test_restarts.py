@@ -16,10 +16,14 @@ WORKER = """
 import json, os, sys, time
 place = {name: os.environ[name] for name in ("RANK", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")}
 place |= {"address": os.environ["JAXPAR_COORDINATOR"], "store": os.environ["JAXPAR_STORE"], "pid": os.getpid()}
-with open(f"places/{place['TORCHELASTIC_RESTART_COUNT']}.{place['RANK']}", "w") as file:
-    json.dump(place, file)
 attempt = int(place["TORCHELASTIC_RESTART_COUNT"])
 print("attempt", attempt, flush=True)
+mine = f"places/{attempt}.{place['RANK']}"
+with open(mine + ".new", "w") as file:
+    json.dump(place, file)
+os.rename(mine + ".new", mine)
+while not all(os.path.exists(f"places/{attempt}.{rank}") for rank in range(2)):
+    time.sleep(0.01)
 if attempt < int(sys.argv[1]):
     if place["RANK"] == "1":
         raise ValueError(f"boom {attempt}")
@@ -95,7 +99,6 @@ def test_a_killed_worker_is_replaced(script, places: Path, command, wait_until) 
     wait_until(
         lambda: all((places / f"0.{rank}").exists() for rank in range(2)), what="both workers", timeout_s=20
     )
-    time.sleep(0.1)  # the place is written when the file is closed
     os.kill(noted(places, 0, 0)["pid"], signal.SIGKILL)
     stdout, stderr = process.communicate(timeout=20)
     assert process.returncode == 0, stderr
