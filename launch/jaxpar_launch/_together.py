@@ -72,7 +72,7 @@ class Together:
             RendezvousError: they did not come in time, or the job is over.
         """
         try:
-            self._state = state = self._gather()
+            state = self._gather()
             self.outside.watch(state)
             self._is_in_round = True
             with contextlib.ExitStack() as stack:
@@ -148,6 +148,7 @@ class Together:
                     f"the job {self._spec.run_id!r} is over: {text}.", exit_code=state.over.exit_code or 1
                 )
             if state.is_running and state.rank_of(self._me.id) is not None:
+                self._state = state
                 return self._checked(state)
             if not state.is_running:
                 ids = [member.id for member in (*state.members, *state.newcomers)]
