@@ -16,6 +16,7 @@ from urllib.parse import quote, unquote
 
 from jaxpar._errors import ProcessGroupError
 from jaxpar.mesh._group import ProcessGroup
+from jaxpar_launch.flight import heartbeat
 from jaxpar_launch.store import StoreError, StoreTimeoutError, StoreValue
 
 
@@ -50,6 +51,7 @@ def meet(
     if len(ranks) == 1:
         return judge([said]), [said for _ in wanted]
     timeout_s = group.timeout_s if timeout_s is None else timeout_s
+    heartbeat(name)
     place = f"{group.prefix}/{quote(name, safe='')}/{group.next_round(name)}/"
     try:
         verdict = _hear_verdict(group, place, said, judge, ranks, timeout_s)
@@ -59,6 +61,7 @@ def meet(
         heard = group.store.get_many([f"{place}rank/{rank}" for rank in read])
         if group.store.add(f"{place}left") == len(ranks):
             group.store.delete_prefix(place)
+        heartbeat(f"after {name}")
         return verdict["said"], heard
     except StoreError as error:
         raise ProcessGroupError(f"{name}: rank {group.rank} lost the job's store: {error}") from error

@@ -23,6 +23,7 @@ from jaxpar.pp._schedule._passes._bubbles import earliest_rows
 from jaxpar.pp._schedule._schedule import Schedule
 from jaxpar.pp._stage import Stage
 from jaxpar.pp._transport._protocol import Arrival, Leaves
+from jaxpar_launch.flight import FlightRecorder, recorder
 
 Watch = Callable[[Action, float, Leaves], None]
 # On CPU, undrained programs with collectives deadlock beyond 33 (jax 0.10.2, two cores); see mechanics A.1.
@@ -118,6 +119,7 @@ class _Run:
     watch: Watch | None
     keeps: bool
     first: int = 0
+    flight: FlightRecorder | None = field(default_factory=recorder)
     activations: dict[tuple[int, int], Arrival] = field(default_factory=dict)
     gradients: dict[tuple[int, int], Arrival] = field(default_factory=dict)
     stash: dict[tuple[int, int], tuple[Leaves, Leaves]] = field(default_factory=dict)
@@ -129,6 +131,8 @@ class _Run:
         s, m, op = action.stage, self.first + action.microbatch, action.op
         a, made = self.arrays[s], None
         if a is not None:
+            if self.flight is not None:
+                self.flight.note(f"pipeline: {op.name} of stage {s}, microbatch {m}")
             run = {Op.F: self._forward, Op.B: self._backward, Op.I: self._inputs, Op.W: self._weights}[op]
             dispatched_s = time.perf_counter()
             made = run(a, s, m)

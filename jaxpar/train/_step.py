@@ -38,6 +38,7 @@ from jaxpar.train._parts import Parts
 from jaxpar.train._pipelined import PipelinedStep
 from jaxpar.train._sums import GradientSums, slices_of
 from jaxpar.train._variables import Variables
+from jaxpar_launch.flight import heartbeat
 
 
 class TrainStep:
@@ -177,6 +178,7 @@ class TrainStep:
         )
         clip = None if clip_norm is None else (clip_norm, clip_norm_type)
         parts = Parts(self._mesh, self._model, self._optimizer, local, cuts, self._batch_axes, clip, options)
+        self._num_calls = 0
         self._engine = (
             FusedStep(parts, donate=donate) if plan is None else PipelinedStep(plan, parts, donate=donate)
         )
@@ -195,6 +197,8 @@ class TrainStep:
         Raises:
             BatchError: dim 0 does not divide into the ranks and microbatches, or the loss is no scalar.
         """
+        self._num_calls += 1
+        heartbeat(f"TrainStep: step {self._num_calls} of this process")
         return self._engine(batch)
 
     def evaluate(self, batch: PyTree) -> dict[str, PyTree]:

@@ -9,3 +9,4 @@ from jaxpar_launch._errors import WorkerEnvError as WorkerEnvError
 from jaxpar_launch._report import Failure as Failure
 from jaxpar_launch._spec import LaunchSpec as LaunchSpec
 from jaxpar_launch._streams import StreamChoice as StreamChoice
+from jaxpar_launch.flight import heartbeat as heartbeat

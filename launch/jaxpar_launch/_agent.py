@@ -74,10 +74,13 @@ def run_agent(
             with rounds.next_round() as round_:
                 outcome = _run_round(job, round_, rounds.outside)
             outcome, why = rounds.conclude(outcome)
+            if outcome.hang and spec.has_logs:
+                folder.keep(f"attempt_{round_.number}/hang.txt", outcome.report)
             if why is None:
                 break
             if is_shown:
-                print(f"jaxpar-launch: {why}", file=sys.stderr, flush=True)
+                said = [outcome.report] if outcome.hang else []
+                print(*said, f"jaxpar-launch: {why}", sep="\n", file=sys.stderr, flush=True)
         if is_shown and outcome.exit_code and os.isatty(1):
             os.write(1, _SHOW_CURSOR)  # rank 0's progress bar hid it, and may not have lived to bring it back
         return outcome

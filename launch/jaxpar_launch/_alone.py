@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from jaxpar_launch._outcome import Outcome
 from jaxpar_launch._ports import PortReservation
-from jaxpar_launch._report import restart_text
 from jaxpar_launch._round import Round
 from jaxpar_launch._spec import LaunchSpec
 from jaxpar_launch.store import StoreServer
@@ -44,8 +43,8 @@ class Alone:
         """How the job ended; or why it goes on."""
         if not outcome.can_restart or len(self._earlier) >= self._spec.max_restarts:
             return outcome.after(self._earlier), None
-        root, number = outcome.failures[0], len(self._earlier) + 1
-        self._earlier.append(restart_text(root, number=number, most=self._spec.max_restarts))
+        number = f"restart {len(self._earlier) + 1} of {self._spec.max_restarts}"
+        self._earlier.append(f"{outcome.cause}; all workers start again, {number}")
         return outcome, self._earlier[-1]
 
     def close(self) -> None:

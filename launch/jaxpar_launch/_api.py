@@ -50,6 +50,7 @@ def launch(
     nproc: int = 1,
     devices_per_proc: int | None = None,
     max_restarts: int = 0,
+    hang_timeout_s: float | None = None,
     timeout_s: float = 60.0,
     kind: str = "script",
     environ: Mapping[str, str] | None = None,
@@ -72,6 +73,7 @@ def launch(
         nproc: how many workers.
         devices_per_proc: CPU devices, or GPUs, of each worker.
         max_restarts: how often all workers start again when one has failed.
+        hang_timeout_s: how long a worker that notes its progress may note nothing.
         timeout_s: after so many seconds all workers are made to print their stacks, and killed.
         kind: "script", "module" (as `python -m`), or "program" (anything executable).
         environ: variables to set beside the inherited ones.
@@ -103,6 +105,7 @@ def launch(
             num_gpus=num_gpus(inherited) if platform == "gpu" else 0,
             devices_per_proc=devices_per_proc,
             max_restarts=max_restarts,
+            hang_timeout_s=hang_timeout_s,
             environ=environ or {},
             python=python,
         )

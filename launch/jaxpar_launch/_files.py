@@ -34,6 +34,11 @@ class RunFolder:
         os.makedirs(path)
         return path
 
+    def keep(self, name: str, text: str) -> None:
+        """Writes a file into the folder."""
+        with open(os.path.join(self.path, name), "w") as file:
+            file.write(text + "\n")
+
     def close(self) -> None:
         """Removes the folder unless it is to be kept."""
         if not self.is_kept:

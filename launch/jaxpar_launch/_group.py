@@ -2,6 +2,7 @@
 
     running --a worker fails------> stopping (SIGTERM, failure_grace_s) --> SIGKILL --> ended
             --another host's does-> stopping (the same)
+            --no progress---------> stacks and notes are collected, then the same
             --SIGTERM, SIGINT-----> stopping (the same signal, grace_s) --> SIGKILL --> ended
             --deadline------------> stopping (SIGABRT: stacks are printed)  SIGKILL --> ended
             --all exit with 0-----------------------------------------------------------> ended
@@ -16,15 +17,15 @@ import sys
 import time
 from typing import Protocol
 
+from jaxpar_launch._hang import Place, Watchdog, places_of
 from jaxpar_launch._logs import Stream
-from jaxpar_launch._outcome import Outcome, shell_code
+from jaxpar_launch._outcome import TIMEOUT_EXIT_CODE, Outcome, hang_text, shell_code
 from jaxpar_launch._reaper import Reaper
 from jaxpar_launch._report import Failure, exit_text, failure_text, ranked
 from jaxpar_launch._signals import ENDING, SignalInbox
 from jaxpar_launch._spec import LaunchSpec
 from jaxpar_launch._worker import Worker
 
-TIMEOUT_EXIT_CODE = 124  # as timeout(1)
 _DRAIN_S = 0.5
 _ABANDON_S = (
     30.0  # SIGKILL does not end a process that a driver holds in the kernel; say so instead of waiting on
@@ -41,8 +42,17 @@ class Outside(Protocol):
         """Whether it has."""
         ...
 
+    @property
+    def is_hang(self) -> bool:
+        """Whether a worker somewhere makes no progress."""
+        ...
+
     def blame(self, root: Failure) -> None:
         """Tells the others of a failure here."""
+        ...
+
+    def report_hang(self) -> None:
+        """Tells the others that a worker here makes no progress."""
         ...
 
 
@@ -70,6 +80,8 @@ class Group:
         self._failures: list[Failure] = []
         self._user_signal: int | None = None
         self._is_timeout = self._is_ended_elsewhere = False
+        self._watchdog = Watchdog(workers, spec.hang_timeout_s)
+        self._hang: tuple[Place, ...] = ()
 
     def run(self) -> Outcome:
         """Watches the group until every worker has ended."""
@@ -87,6 +99,7 @@ class Group:
                 self._look_at_exits(selector)
                 self._obey_signals()
                 self._listen()
+                self._look_for_hangs()
                 self._keep_deadlines()
         self._drain()
         return self._outcome()
@@ -137,6 +150,15 @@ class Group:
         """Whether the round has ended on another host."""
         if self._outside is not None and self._outside.take() and self._stop_signal is None:
             self._is_ended_elsewhere = True
+            if self._outside.is_hang:
+                self._hang = places_of(self._workers, self._host)
+            self._stop(signal.SIGTERM, self._spec.failure_grace_s)
+
+    def _look_for_hangs(self) -> None:
+        if self._stop_signal is None and self._watchdog.has_hung():
+            if self._outside is not None:
+                self._outside.report_hang()
+            self._hang = places_of(self._workers, self._host)
             self._stop(signal.SIGTERM, self._spec.failure_grace_s)
 
     def _keep_deadlines(self) -> None:
@@ -186,6 +208,8 @@ class Group:
                 is_timeout=self._is_timeout,
                 is_leaving=self._user_signal is not None,
             )
+        if self._hang and self._user_signal is None:
+            return Outcome(TIMEOUT_EXIT_CODE, (), hang_text(self._hang), hang=self._hang)
         if self._is_timeout:
             head = "jaxpar-launch: the job did not end in time and was killed."
             return Outcome(TIMEOUT_EXIT_CODE, (), "\n  ".join([head, *others]), is_timeout=True)

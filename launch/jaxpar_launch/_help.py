@@ -16,6 +16,7 @@ Starts a script in several processes on one host or many, watches them, and ends
   As many hosts as come, two at least        jaxpar-launch --nnodes 2:8 --rdzv-endpoint node0:29400 --max-restarts 3 train.py
   Hosts with places given by hand            jaxpar-launch --nnodes 2 --node-rank 1 --master-addr node0 train.py
   Start again when a worker fails            jaxpar-launch --nproc-per-node 2 --max-restarts 3 train.py
+  Find out where a job hangs, and restart it jaxpar-launch --nproc-per-node 2 --hang-timeout 600 --max-restarts 3 train.py
   Time to write a checkpoint on SIGTERM      jaxpar-launch --nproc-per-node 2 --grace-period 120 train.py
   See what would be started                  jaxpar-launch --nproc-per-node 2 --dry-run train.py
 
@@ -56,6 +57,8 @@ output (for each worker: 0 none, 1 stdout, 2 stderr, 3 both; or by local rank, a
   --log-line-prefix-template TEXT   before each line; ${rank} ${local_rank} ${role_name} ${hostname}  [[rank ${rank}] ]
 restarting and stopping
   --max-restarts N                  how often all workers start again when one has failed  [0]
+  --hang-timeout S                  a worker that notes its progress (jaxpar's steps do; jaxpar_launch.heartbeat()) and then
+                                    nothing for S seconds hangs: says where each rank is, ends the round  [never]
   --grace-period S                  after SIGTERM or SIGINT to the launcher: until SIGKILL  [30]
   --failure-grace-period S          after a worker failed: until SIGKILL of the others  [1]
   --monitor-interval S              longest time between two looks at the workers  [0.1]

@@ -40,7 +40,7 @@ class End:
     """Why a round ended before its workers were done.
 
     Args:
-        kind: "failure" of a worker, a launcher that was "lost" or "left" because it was told to, or hosts that "joined".
+        kind: "failure" of a worker, "hang", a launcher that was "lost" or "left" because it was told to, or hosts that "joined".
         host: where.
         text: what happened, in one line.
         exit_code: of the job, if it ends with this.
@@ -54,7 +54,7 @@ class End:
     @property
     def costs_a_restart(self) -> bool:
         """Hosts that come or leave do not (row E3)."""
-        return self.kind in ("failure", "lost")
+        return self.kind in ("failure", "hang", "lost")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from jaxpar_launch._hang import Place, summary, table
 from jaxpar_launch._report import Failure
+
+TIMEOUT_EXIT_CODE = 124  # as timeout(1)
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,7 @@ class Outcome:
         report: for people; empty if all is well.
         is_timeout: whether it was out of time.
         is_leaving: whether this launcher was told to end.
+        hang: where the workers here were, when some of the job made no progress.
     """
 
     exit_code: int
@@ -23,11 +27,20 @@ class Outcome:
     report: str
     is_timeout: bool = False
     is_leaving: bool = False
+    hang: tuple[Place, ...] = ()
 
     @property
     def can_restart(self) -> bool:
-        """A worker failed, and nobody asked for the end."""
-        return bool(self.failures) and not self.is_leaving and not self.is_timeout
+        """A worker failed or hung, and nobody asked for the end."""
+        return bool(self.failures or self.hang) and not self.is_leaving and not self.is_timeout
+
+    @property
+    def cause(self) -> str:
+        """Why it may be run again, in a few words."""
+        if not self.failures:
+            return summary(self.hang)
+        root = self.failures[0]
+        return f"rank {root.rank} failed ({root.cause}{told(root)})"
 
     def after(self, earlier: Sequence[str]) -> "Outcome":
         """The same, with what went before it in the report of a job that failed in the end."""
@@ -35,6 +48,16 @@ class Outcome:
             return self
         story = ["  before that:", *(f"  - {line}" for line in earlier)]
         return replace(self, report="\n".join([self.report, *story]))
+
+
+def hang_text(places: Sequence[Place]) -> str:
+    """The report of a hang: a line for each rank, and what follows from them."""
+    return "\n".join([f"jaxpar-launch: {summary(places)}", table(places)])
+
+
+def told(root: Failure) -> str:
+    """What a failed worker said, after a colon."""
+    return f": {root.message}" if root.message else ""
 
 
 def shell_code(exit_code: int) -> int:

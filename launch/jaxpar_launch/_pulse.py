@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 
 from jaxpar_launch._members import End, State
-from jaxpar_launch._outcome import shell_code
+from jaxpar_launch._outcome import TIMEOUT_EXIT_CODE, shell_code, told
 from jaxpar_launch._report import Failure
 from jaxpar_launch.store import StoreClient, StoreError, StoreTimeoutError
 
@@ -53,8 +53,7 @@ def claim_end(client: StoreClient, round_: int, end: End) -> End:
 
 def failure_of(root: Failure) -> End:
     """A worker's failure as the other hosts are told of it."""
-    told = f": {root.message}" if root.message else ""
-    text = f"rank {root.rank} on host {root.host} failed ({root.cause}{told})"
+    text = f"rank {root.rank} on host {root.host} failed ({root.cause}{told(root)})"
     return End(kind="failure", host=root.host, text=text, exit_code=shell_code(root.exit_code))
 
 
@@ -64,15 +63,24 @@ class Pulse:
     Args:
         client: a connection of its own.
         member_id: whose beat it is.
+        host: its name.
         interval_s: between beats.
         patience_s: how long another's beat may stand still.
         most: how many launchers a round takes.
     """
 
     def __init__(
-        self, client: StoreClient, member_id: str, *, interval_s: float, patience_s: float, most: int
+        self,
+        client: StoreClient,
+        member_id: str,
+        host: str,
+        *,
+        interval_s: float,
+        patience_s: float,
+        most: int,
     ) -> None:
-        self._client, self._id, self._interval_s, self._most = client, member_id, interval_s, most
+        self._client, self._id, self._host = client, member_id, host
+        self._interval_s, self._most = interval_s, most
         self._freshness = Freshness(patience_s)
         self._state: State | None = None
         self._wake, self._is_closing = threading.Event(), False
@@ -94,12 +102,25 @@ class Pulse:
             os.read(self.fd, 64)
         return self.end is not None or self.cut_off is not None
 
+    @property
+    def is_hang(self) -> bool:
+        """Whether it has ended because a worker makes no progress."""
+        return self.end is not None and self.end.kind == "hang"
+
     def blame(self, root: Failure) -> None:
-        """Ends the round everywhere, because of a worker here."""
+        """Ends the round everywhere, because of a worker that failed here."""
+        self._end_everywhere(failure_of(root))
+
+    def report_hang(self) -> None:
+        """Ends the round everywhere, because a worker here makes no progress."""
+        text = f"a worker on host {self._host} makes no progress"
+        self._end_everywhere(End(kind="hang", host=self._host, text=text, exit_code=TIMEOUT_EXIT_CODE))
+
+    def _end_everywhere(self, end: End) -> None:
         state = self._state
         if state is not None:
             with contextlib.suppress(StoreError), self._client.clone() as client:
-                claim_end(client, state.round, failure_of(root))
+                claim_end(client, state.round, end)
 
     def close(self) -> None:
         """Ends the thread."""

@@ -92,14 +92,6 @@ def exit_text(exit_code: int) -> str:
         return f"signal {-exit_code}"
 
 
-def restart_text(root: Failure, *, number: int, most: int) -> str:
-    """Why all workers start again, in one line."""
-    told = f": {root.message}" if root.message else ""
-    return (
-        f"rank {root.rank} failed ({root.cause}{told}); all workers start again, restart {number} of {most}"
-    )
-
-
 def failure_text(failures: tuple[Failure, ...], *, others: list[str]) -> str:
     """The report for people: the root cause, then one line for every other rank."""
     root = failures[0]

@@ -7,6 +7,7 @@
     the script   raises                    ->  traceback, ERROR_FILE, open files flushed, os._exit(1)
                  sys.exit(3)               ->  ERROR_FILE, open files flushed, os._exit(3)
                  crashes (SIGSEGV, abort)  ->  Python's stack is printed (faulthandler), the signal kills it
+                 hangs                     ->  when asked, it writes all threads' stacks beside ERROR_FILE
 
 Surprise: a failed worker leaves by `os._exit`, without atexit handlers and without waiting for its threads.
 Otherwise JAX's handler would wait up to 300 s for the other ranks, which wait for this one in a collective.
@@ -16,15 +17,18 @@ This file must stand alone: it is run by its path, before the launcher's package
 
 import faulthandler
 import os
+import signal
 import sys
 from types import ModuleType, TracebackType
 
 TYPE_CHECKING = False  # every worker pays for imports here, so typing stays out at run time
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import NoReturn
+    from typing import NoReturn, TextIO
 
 _ZIP_SUFFIXES = (".zip", ".pyz")
+STACKS_FILE = "stacks.txt"
+STACKS_SIGNAL = signal.SIGURG  # ignored by whoever does not listen for it
 
 
 def main() -> None:
@@ -35,12 +39,14 @@ def main() -> None:
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd() if kind == "module" else _script_folder(script_path)
     _prepare_streams()
+    stacks = _write_stacks_when_asked(error_file)
     module = ModuleType("__main__")
     sys.modules["__main__"] = module
     try:
         _execute(kind, name, script_path, module)
     except BaseException as error:
         _leave(error, error_file)
+    del stacks
 
 
 def _execute(kind: str, name: str, path: str, module: ModuleType) -> None:
@@ -74,6 +80,16 @@ def _prepare_streams() -> None:
         faulthandler.enable()
 
 
+def _write_stacks_when_asked(error_file: str) -> "TextIO | None":
+    """The launcher asks where a rank hangs; the answer needs no Python to run, so a rank stuck in C answers too."""
+    try:
+        file = open(os.path.join(os.path.dirname(error_file), STACKS_FILE), "w")
+        faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
+    except (OSError, AttributeError):  # no such folder; no such function on this system
+        return None
+    return file
+
+
 def _leave(error: BaseException, error_file: str) -> None:
     """Ends the process as an uncaught `error` would, but at once and with its last words kept."""
     trace = _without_own_frames(error.__traceback__)
@@ -88,8 +104,6 @@ def _leave(error: BaseException, error_file: str) -> None:
         leave_at_once(code)
     sys.excepthook(type(error), error, trace)
     if isinstance(error, KeyboardInterrupt):
-        import signal
-
         flush_open_files()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)

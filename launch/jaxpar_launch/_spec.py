@@ -31,6 +31,7 @@ class LaunchSpec:
         nproc        workers on this host       platform  cpu, gpu, or other (left to JAX)
         grace_s      SIGTERM -> SIGKILL         when the launcher is told to stop: time to write a checkpoint
         failure_grace_s  the same               when a worker failed: short, for JAX swallows SIGTERM
+        hang_timeout_s   how long a worker that notes its progress may note nothing; None: for ever
         max_restarts     how often all workers start again when one has failed
         rendezvous       where other hosts are met; None: this host alone
 
@@ -55,6 +56,7 @@ class LaunchSpec:
     run_id: str = "none"
     grace_s: float = 30.0
     failure_grace_s: float = 1.0
+    hang_timeout_s: float | None = None
     max_restarts: int = 0
     rendezvous: RendezvousSpec | None = None
     monitor_interval_s: float = 0.1
@@ -141,6 +143,7 @@ def _check_numbers(spec: LaunchSpec) -> None:
         ("--grace-period", spec.grace_s, 0.0),
         ("--failure-grace-period", spec.failure_grace_s, 0.0),
         ("--monitor-interval", spec.monitor_interval_s, 0.001),
+        ("--hang-timeout", 1.0 if spec.hang_timeout_s is None else spec.hang_timeout_s, 0.1),
     ):
         if not least <= value < float("inf"):
             raise LaunchSpecError(f"{flag} {value:g} must be a number of seconds, at least {least:g}.")

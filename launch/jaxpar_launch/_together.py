@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from jaxpar_launch._errors import RendezvousError
+from jaxpar_launch._hang import Place, summary
 from jaxpar_launch._meeting_point import meet, own_address, secret_of
 from jaxpar_launch._members import End, Member, State
-from jaxpar_launch._outcome import Outcome
+from jaxpar_launch._outcome import Outcome, hang_text
 from jaxpar_launch._ports import PortReservation
 from jaxpar_launch._pulse import STATE, Freshness, Pulse, beats_of, claim_end, failure_of
 from jaxpar_launch._round import Round
@@ -59,6 +60,7 @@ class Together:
         self.outside = Pulse(
             self._client.clone(),
             self._me.id,
+            self._me.host,
             interval_s=conf.keep_alive_interval,
             patience_s=conf.patience_s,
             most=self._rdzv.most,
@@ -90,6 +92,9 @@ class Together:
         try:
             end = self._end_of_round(outcome)
             self.outside.watch(None)
+            if end is not None and end.kind == "hang":
+                outcome = self._with_all_places(outcome)
+                end = replace(end, text=summary(outcome.hang))
             if end is None:
                 self._update(lambda s: s.finish(End(kind="done", host="", text="", exit_code=0)))
                 return outcome, None
@@ -264,9 +269,19 @@ class Together:
             raise StoreError(self.outside.cut_off)
         return self.outside.end
 
+    def _with_all_places(self, outcome: Outcome) -> Outcome:
+        """Where the workers of all hosts were when the round hung, as far as their launchers say in time."""
+        mine = f"{self._state.round}/hang/"
+        self._client.set(mine + self._me.id, [place.to_wire() for place in outcome.hang])
+        with contextlib.suppress(StoreTimeoutError):
+            self._client.wait([mine + member.id for member in self._state.members], timeout_s=_FAREWELL_S)
+        said = [self._client.try_get(mine + member.id) or [] for member in self._state.members]
+        places = tuple(Place(**wire) for some in said for wire in some)
+        return replace(outcome, hang=places, report=hang_text(places))
+
     def _final(self, outcome: Outcome, over: End) -> Outcome:
         """The end of the job as this host tells it."""
-        if outcome.failures and over.host == self._me.host:
+        if outcome.hang or (outcome.failures and over.host == self._me.host):
             return outcome.after(self._earlier)
         report = f"jaxpar-launch: the job has ended: {over.text}."
         return Outcome(over.exit_code, (), report).after(self._earlier)

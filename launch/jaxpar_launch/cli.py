@@ -83,6 +83,7 @@ def _parser() -> _Parser:
     add("--grace-period", type=_number(float, "30"), default=30.0)
     add("--failure-grace-period", type=_number(float, "1"), default=1.0)
     add("--max-restarts", type=_number(int, "3"), default=0)
+    add("--hang-timeout", type=_number(float, "600"))
     add("--monitor-interval", type=_number(float, "0.1"), default=0.1)
     add("--dry-run", action="store_true")
     add("-h", "--help", action="store_true")
@@ -173,6 +174,7 @@ def _spec(options: argparse.Namespace, command: tuple[str, ...]) -> LaunchSpec:
         grace_s=options.grace_period,
         failure_grace_s=options.failure_grace_period,
         max_restarts=options.max_restarts,
+        hang_timeout_s=options.hang_timeout,
         monitor_interval_s=options.monitor_interval,
         log_dir=options.log_dir,
         redirects=redirects,
