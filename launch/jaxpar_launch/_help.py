@@ -14,6 +14,7 @@ Starts a script in several processes on one host or many, watches them, and ends
   Show only rank 0, the others in files      jaxpar-launch --nproc-per-node 2 --log-dir logs --redirects 1:3 train.py
   Two hosts: the same line on each           jaxpar-launch --nnodes 2 --rdzv-endpoint node0:29400 --nproc-per-node 4 train.py
   As many hosts as come, two at least        jaxpar-launch --nnodes 2:8 --rdzv-endpoint node0:29400 --max-restarts 3 train.py
+  All nodes of a Slurm job                   srun --ntasks-per-node=1 jaxpar-launch --nproc-per-node 4 train.py
   Hosts with places given by hand            jaxpar-launch --nnodes 2 --node-rank 1 --master-addr node0 train.py
   Start again when a worker fails            jaxpar-launch --nproc-per-node 2 --max-restarts 3 train.py
   Find out where a job hangs, and restart it jaxpar-launch --nproc-per-node 2 --hang-timeout 600 --max-restarts 3 train.py
@@ -41,6 +42,7 @@ hosts
   --rdzv-endpoint HOST[:PORT]       where their launchers meet; served by the first of them on that host  [port 29400]
   --rdzv-id ID                      keeps jobs apart that meet at one place  [none]
   --rdzv-backend tcp|c10d|static    all the same meeting; names for lines from torchrun  [tcp]
+                 slurm              nodes, endpoint and id from Slurm; found by itself under srun on several nodes
   --rdzv-conf NAME=S,...            join_timeout 600: for MIN hosts to come; last_call_timeout 30: for more of them;
                                     keep_alive_interval 1, keep_alive_max_attempt 5: a silent launcher is lost after 5 s
   --node-rank N                     this host's place, if it shall be fixed  [by arrival]

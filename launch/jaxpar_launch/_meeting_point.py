@@ -46,13 +46,8 @@ def _serve(endpoint: str, token: str) -> StoreServer | None:
     host, port = split_address(endpoint, variable="--rdzv-endpoint")
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
-    except OSError as error:
-        raise RendezvousError(
-            f"--rdzv-endpoint {endpoint}: this host does not know {host!r} ({error})."
-        ) from error
-    try:
         return StoreServer(str(address), port, token=token)
-    except OSError:
+    except OSError:  # also a name that does not exist yet: that of a pod which is still to be made
         return None
 
 

@@ -7,6 +7,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from jaxpar_launch._errors import LaunchSpecError
 
@@ -84,7 +85,7 @@ class RendezvousSpec:
     conf: RendezvousConf = field(default_factory=RendezvousConf)
 
 
-def rendezvous_of(options: Mapping[str, str | None]) -> RendezvousSpec | None:
+def rendezvous_of(options: Mapping[str, Any]) -> RendezvousSpec | None:
     """The meeting that the options describe; None for one host alone.
 
     Args:
@@ -102,7 +103,7 @@ def rendezvous_of(options: Mapping[str, str | None]) -> RendezvousSpec | None:
     backend = options.get("rdzv_backend")
     if backend is not None and backend not in BACKENDS:
         raise LaunchSpecError(
-            f"--rdzv-backend {backend}: there is {', '.join(BACKENDS)}. Leave it out for tcp, which the first host serves itself."
+            f"--rdzv-backend {backend}: there is {', '.join(BACKENDS)}, slurm. Leave it out for tcp, which the first host serves itself."
         )
     endpoint = options.get("rdzv_endpoint")
     if not endpoint and most > 1 and options.get("master_addr"):

@@ -9,7 +9,7 @@ Names and meanings are torchrun's (rows 10.1); what this version does not do is 
 import argparse
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from jaxpar_launch._agent import run_agent
@@ -23,7 +23,7 @@ from jaxpar_launch._streams import StreamChoice
 from jaxpar_launch.env import inherited_environ, option_from_environ
 
 USAGE_EXIT_CODE = 2
-_MEETING = ("nnodes", "node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-conf", "local-addr")
+_MEETING = ("nnodes", "node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "local-addr")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +71,6 @@ def _parser() -> _Parser:
     add("--role", default="default")
     for name in _MEETING:
         add(f"--{name}")
-    add("--rdzv-id", default="none")
     add("--master-addr")
     add("--master-port", type=_number(int, "29500"))
     add("--standalone", action="store_true")
@@ -150,11 +149,9 @@ def _spec(options: argparse.Namespace, command: tuple[str, ...]) -> LaunchSpec:
         raise LaunchSpecError(
             "--standalone means this host and a free port: leave out --master-addr, --master-port and --rdzv-endpoint."
         )
-    meeting = {name.replace("-", "_"): getattr(options, name.replace("-", "_")) for name in _MEETING}
-    rendezvous = rendezvous_of(
-        meeting | {"master_addr": options.master_addr, "master_port": options.master_port}
-    )
     inherited = inherited_environ()
+    meeting = _meeting(options, inherited)
+    rendezvous = rendezvous_of(meeting)
     nproc, platform = resolve_workers(options.nproc_per_node, inherited)
     redirects = StreamChoice.parse(options.redirects, flag="--redirects")
     # Whoever names a folder for logs wants logs, unless the choice is made by hand.
@@ -169,7 +166,7 @@ def _spec(options: argparse.Namespace, command: tuple[str, ...]) -> LaunchSpec:
         master_addr=options.master_addr or "127.0.0.1",
         master_port=options.master_port,
         rendezvous=rendezvous,
-        run_id=options.rdzv_id,
+        run_id=meeting["rdzv_id"] or "none",
         role=options.role,
         grace_s=options.grace_period,
         failure_grace_s=options.failure_grace_period,
@@ -182,6 +179,24 @@ def _spec(options: argparse.Namespace, command: tuple[str, ...]) -> LaunchSpec:
         local_ranks_filter=_ranks(options.local_ranks_filter),
         log_line_prefix_template=options.log_line_prefix_template,
     )
+
+
+def _meeting(options: argparse.Namespace, inherited: Mapping[str, str]) -> dict[str, str | None]:
+    """The options that say where other hosts are met; from Slurm if it is asked, or if nothing else is said."""
+    given = {name.replace("-", "_"): getattr(options, name.replace("-", "_")) for name in _MEETING}
+    by_hand = {name: value for name, value in given.items() if value and name not in ("rdzv_conf", "rdzv_id")}
+    is_asked = options.rdzv_backend == "slurm"
+    if is_asked or not (by_hand or options.standalone or options.master_addr):
+        from jaxpar_launch._slurm import is_step_of_several_nodes, slurm_meeting
+
+        if is_asked and (said := sorted(by_hand.keys() - {"rdzv_backend", "local_addr"})):
+            raise LaunchSpecError(
+                f"--rdzv-backend slurm takes --{said[0].replace('_', '-')} from Slurm: leave it out, or leave the backend out."
+            )
+        if is_asked or is_step_of_several_nodes(inherited):
+            found = slurm_meeting(inherited)
+            return given | found | {"rdzv_backend": None, "rdzv_id": given["rdzv_id"] or found["rdzv_id"]}
+    return given | {"master_addr": options.master_addr, "master_port": options.master_port}
 
 
 def _ranks(text: str) -> tuple[int, ...] | None:
