@@ -19,6 +19,7 @@ Starts a script in several processes on one host or many, watches them, and ends
   Start again when a worker fails            jaxpar-launch --nproc-per-node 2 --max-restarts 3 train.py
   Find out where a job hangs, and restart it jaxpar-launch --nproc-per-node 2 --hang-timeout 600 --max-restarts 3 train.py
   Time to write a checkpoint on SIGTERM      jaxpar-launch --nproc-per-node 2 --grace-period 120 train.py
+  Do all hosts fit together?                 jaxpar-launch --nnodes 2 --rdzv-endpoint node0:29400 --nproc-per-node 4 --check
   See what would be started                  jaxpar-launch --nproc-per-node 2 --dry-run train.py
 
 In the script, jaxpar.init_process_group(), or plain jax.distributed.initialize() without arguments, joins the
@@ -64,6 +65,7 @@ restarting and stopping
   --grace-period S                  after SIGTERM or SIGINT to the launcher: until SIGKILL  [30]
   --failure-grace-period S          after a worker failed: until SIGKILL of the others  [1]
   --monitor-interval S              longest time between two looks at the workers  [0.1]
+  --check                           starts no script but a check of all workers: versions, devices, memory, clocks, a sum
   --dry-run                         prints each worker's environment and command; starts nothing
   -h, --help                        this text
 

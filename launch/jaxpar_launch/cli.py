@@ -8,6 +8,7 @@ Names and meanings are torchrun's (rows 10.1); what this version does not do is 
 
 import argparse
 import functools
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
@@ -23,6 +24,7 @@ from jaxpar_launch._streams import StreamChoice
 from jaxpar_launch.env import inherited_environ, option_from_environ
 
 USAGE_EXIT_CODE = 2
+_CHECK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_check.py")
 _MEETING = ("nnodes", "node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "local-addr")
 
 
@@ -85,6 +87,7 @@ def _parser() -> _Parser:
     add("--hang-timeout", type=_number(float, "600"))
     add("--monitor-interval", type=_number(float, "0.1"), default=0.1)
     add("--dry-run", action="store_true")
+    add("--check", action="store_true")
     add("-h", "--help", action="store_true")
     return parser
 
@@ -149,6 +152,8 @@ def _spec(options: argparse.Namespace, command: tuple[str, ...]) -> LaunchSpec:
         raise LaunchSpecError(
             "--standalone means this host and a free port: leave out --master-addr, --master-port and --rdzv-endpoint."
         )
+    if options.check and command:
+        raise LaunchSpecError(f"--check starts no script: leave {command[0]!r} out.")
     inherited = inherited_environ()
     meeting = _meeting(options, inherited)
     rendezvous = rendezvous_of(meeting)
@@ -157,7 +162,7 @@ def _spec(options: argparse.Namespace, command: tuple[str, ...]) -> LaunchSpec:
     # Whoever names a folder for logs wants logs, unless the choice is made by hand.
     tee = options.tee or ("3" if options.log_dir and not redirects else "0")
     return LaunchSpec(
-        command=command,
+        command=(_CHECK,) if options.check else command,
         kind="module" if options.module else "program" if options.no_python else "script",
         nproc=nproc,
         platform=platform,
