@@ -2,6 +2,7 @@
 
     every interval     beat/<id> += 1                            |-- the others' beats stand still: they are lost
     at once            <round>/end is set ---> fd is readable    |-- launchers arrived: the round ends, to let them in
+    when killed        the store sets <round>/end, by its will
 
 Beats are compared with the listener's own clock only: clocks of hosts need not agree.
 """
@@ -83,6 +84,7 @@ class Pulse:
         self._interval_s, self._most = interval_s, most
         self._freshness = Freshness(patience_s)
         self._state: State | None = None
+        self._willed: State | None = None  # the round that ends with this connection
         self._wake, self._is_closing = threading.Event(), False
         self.end: End | None = None
         self.cut_off: str | None = None  # why the rendezvous is gone
@@ -138,6 +140,7 @@ class Pulse:
             state = self._state
             try:
                 self._client.set(f"beat/{self._id}", beat)
+                self._leave_will(state)
                 if state is None or self.end is not None:
                     self._wake.wait(self._interval_s)
                     self._wake.clear()
@@ -147,6 +150,16 @@ class Pulse:
                 self.cut_off = str(error)
                 os.write(self._write_fd, b"x")
                 return
+        with contextlib.suppress(StoreError):
+            self._leave_will(None)
+
+    def _leave_will(self, state: State | None) -> None:
+        """Whoever kills this launcher ends the round."""
+        if state is not self._willed:
+            text = f"the launcher on host {self._host} is gone: its connection ended"
+            end = asdict(End(kind="lost", host=self._host, text=text, exit_code=1))
+            self._client.leave_will(None if state is None else f"{state.round}/end", end)
+            self._willed = state
 
     def _listen(self, state: State) -> None:
         """For one interval."""

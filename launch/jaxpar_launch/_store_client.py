@@ -4,6 +4,7 @@
     add / compare_set                  atomic: counters, and "the first one decides"
     wait                               until keys are there; the error lists those that are not
     keys / delete / delete_prefix      by prefix
+    leave_will                         what the server sets when this connection ends
 
 A wait holds the connection, so give each thread its own client.
 """
@@ -127,6 +128,13 @@ class StoreClient:
         wanted = None if expected is None else to_wire(expected)
         message = {"op": "compare_set", "key": key, "expected": wanted, "value": to_wire(value)}
         return from_wire(self._request(message)["value"])
+
+    def leave_will(self, key: str | None, value: StoreValue = True) -> None:
+        """Has the server set `key`, unless somebody has, when this connection ends; None: nothing.
+
+        So a process that is killed is missed at once. One will for each connection; a new one replaces it.
+        """
+        self._request({"op": "will", "key": key, "value": to_wire(value)})
 
     def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None:
         """Waits until every key is set.

@@ -37,7 +37,7 @@ _READ_BYTES = 1 << 18
 
 @dataclass(eq=False)
 class _Client:
-    """One connection: bytes not yet understood, bytes not yet sent, and the wait it is in."""
+    """One connection: bytes not yet understood, bytes not yet sent, the wait it is in, and what is to be set when it ends."""
 
     socket: socket.socket
     nonce: str
@@ -47,6 +47,7 @@ class _Client:
     inbox: bytearray = field(default_factory=bytearray)
     outbox: bytearray = field(default_factory=bytearray)
     waiter: Waiter | None = None
+    will: tuple[str, Any] | None = None
 
 
 class StoreServer:
@@ -184,6 +185,9 @@ class StoreServer:
     def _drop(self, client: _Client) -> None:
         if client.waiter is not None:
             self._table.forget(client.waiter)
+        if client.will is not None and not self._is_closing.is_set():
+            (key, value), client.will = client.will, None
+            self._table.compare_set(key, None, value)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(client.socket)
         self._clients.discard(client)
@@ -243,6 +247,9 @@ class StoreServer:
                 return {"values": self._values_that_fit(message["keys"])}
             case "keys":
                 return {"keys": table.keys(message["prefix"])}
+            case "will":
+                client.will = None if message["key"] is None else (str(message["key"]), message["value"])
+                return {}
             case "delete":
                 return {"count": table.delete(message["keys"])}
             case "delete_prefix":

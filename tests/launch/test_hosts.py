@@ -199,7 +199,19 @@ def test_a_launcher_that_is_killed_is_missed_and_its_host_can_come_back(hosts: H
     hosts.say("done")
     ended = hosts.end()
     assert [code for code, _ in ended] == [0, 0]
-    assert "is gone: no sign of life; all workers start again, restart 1 of 2" in ended[0][1]
+    assert "is gone: its connection ended; all workers start again, restart 1 of 2" in ended[0][1]
+
+
+def test_a_launcher_that_is_silent_is_missed(hosts: Hosts) -> None:
+    for _ in range(2):
+        hosts.start()
+    hosts.await_round(0, 4)
+    silent = hosts.all.pop(1 - serving(hosts))
+    silent.send_signal(signal.SIGSTOP)
+    ((code, stderr),) = hosts.end()
+    silent.kill()
+    assert code == 1
+    assert "is gone: no sign of life" in stderr
 
 
 def test_without_the_host_that_serves_the_rendezvous_the_others_end_and_say_so(hosts: Hosts) -> None:

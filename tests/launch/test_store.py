@@ -151,6 +151,22 @@ def test_the_server_survives_clients_that_die_in_a_wait_and_in_a_frame(server: S
         assert client.add("alive") == 1
 
 
+def test_a_will_is_done_when_its_connection_ends_unless_somebody_was_first(
+    server: StoreServer, client: StoreClient
+) -> None:
+    for key, before in (("gone", None), ("decided", "before"), ("revoked", None)):
+        with client.clone() as other:
+            other.leave_will(key, "will")
+            if before:
+                client.set(key, before)
+            if key == "revoked":
+                other.leave_will(None)
+            assert client.try_get(key) == before
+    assert client.get("gone", timeout_s=5) == "will"
+    assert client.get("decided") == "before"
+    assert client.try_get("revoked") is None
+
+
 def test_a_wrong_token_is_refused_on_either_side(server: StoreServer) -> None:
     with pytest.raises(StoreAuthenticationError, match="the token is not this job's"):
         StoreClient(server.address, token="another", timeout_s=5)
