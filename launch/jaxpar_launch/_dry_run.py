@@ -29,7 +29,9 @@ def dry_run_text(spec: LaunchSpec, inherited: Mapping[str, str]) -> str:
             group_rank=group_rank,
             group_world_size=meeting.most,
             first_rank=spec.nproc * group_rank,
-            master_addr=split_address(meeting.endpoint, variable="--rdzv-endpoint")[0],
+            master_addr="FIRST_HOST"
+            if meeting.backend == "etcd"
+            else split_address(meeting.endpoint, variable="--rdzv-endpoint")[0],
         )
     return "\n\n".join(
         _block(spec, round_.worker_env(spec, local_rank=local_rank, error_file="ERROR_FILE"), inherited)

@@ -30,7 +30,8 @@ at a new port and find TORCHELASTIC_RESTART_COUNT one higher. Wrong options exit
 
 Of several hosts, the one at --rdzv-endpoint serves the meeting; all others may start before or after it. A failure on
 one host ends the workers of all, and all start again. With MIN:MAX, hosts may come and leave while the job runs: all
-workers start again with the new world, and no restart is used up. If the host that serves is lost, the job ends.
+workers start again with the new world, and no restart is used up. If the host that serves is lost, the job ends, unless
+etcd keeps the meeting.
 
 workers
   --nproc-per-node N|auto|gpu|cpu   workers on this host; auto: one per GPU, without GPUs one per core  [1]
@@ -43,6 +44,7 @@ hosts
   --rdzv-endpoint HOST[:PORT]       where their launchers meet; served by the first of them on that host  [port 29400]
   --rdzv-id ID                      keeps jobs apart that meet at one place  [none]
   --rdzv-backend tcp|c10d|static    all the same meeting; names for lines from torchrun  [tcp]
+                 etcd               kept by etcd at --rdzv-endpoint HOST:2379[,HOST:2379]: any host may die
                  slurm              nodes, endpoint and id from Slurm; found by itself under srun on several nodes
   --rdzv-conf NAME=S,...            join_timeout 600: for MIN hosts to come; last_call_timeout 30: for more of them;
                                     keep_alive_interval 1, keep_alive_max_attempt 5: a silent launcher is lost after 5 s

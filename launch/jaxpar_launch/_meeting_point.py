@@ -2,6 +2,7 @@
 
 --rdzv-endpoint node0:29400      on node0: listen there        elsewhere: connect, and try until node0 is up
                                  address of this host: --local-addr, else the one by which it reaches node0
+--rdzv-backend etcd              nobody listens: etcd keeps the meeting, and any host may die
 """
 
 import contextlib
@@ -9,21 +10,26 @@ import hashlib
 import socket
 
 from jaxpar_launch._errors import LaunchSpecError, RendezvousError
+from jaxpar_launch._pulse import Store
+from jaxpar_launch._rdzv_spec import RendezvousSpec
 from jaxpar_launch.env import split_address
 from jaxpar_launch.store import StoreAuthenticationError, StoreClient, StoreError, StoreServer
 
 
-def meet(endpoint: str, *, token: str, timeout_s: float) -> tuple[StoreServer | None, StoreClient]:
+def meet(rendezvous: RendezvousSpec, *, run_id: str, token: str) -> tuple[StoreServer | None, Store]:
     """The store at an endpoint; a server if it is this host that serves it.
 
     Args:
-        endpoint: "host:port".
-        token: the job's secret.
-        timeout_s: how long to try to connect.
+        rendezvous: where.
+        run_id: the job's name.
+        token: its secret.
 
     Raises:
         RendezvousError: nobody serves it in time, or it is another job's.
     """
+    endpoint, timeout_s = rendezvous.endpoint, rendezvous.conf.join_timeout
+    if rendezvous.backend == "etcd":
+        return None, _at_etcd(endpoint, run_id, timeout_s)
     server = _serve(endpoint, token)
     try:
         return server, StoreClient(endpoint, token=token, timeout_s=timeout_s)
@@ -38,6 +44,18 @@ def meet(endpoint: str, *, token: str, timeout_s: float) -> tuple[StoreServer | 
         raise RendezvousError(
             f"no rendezvous at {endpoint} within {timeout_s:g} s: {error}. Start jaxpar-launch with this --rdzv-endpoint on that "
             "host too, and let the port through its firewall; --rdzv-conf join_timeout=S waits longer."
+        ) from error
+
+
+def _at_etcd(endpoints: str, run_id: str, timeout_s: float) -> Store:
+    from jaxpar_launch._etcd import EtcdClient
+
+    try:
+        return EtcdClient(endpoints.split(","), prefix=f"/jaxpar/{run_id}/", timeout_s=timeout_s)
+    except StoreError as error:
+        raise RendezvousError(
+            f"no etcd at {endpoints} within {timeout_s:g} s: {error}. Its client port is 2379 as a rule; --rdzv-conf join_timeout=S "
+            "waits longer."
         ) from error
 
 
@@ -71,7 +89,7 @@ def own_address(endpoint: str, local_addr: str | None) -> str:
         raise LaunchSpecError(
             f"--local-addr {local_addr} is no address of this host. Leave it out to take the one that leads to {endpoint}."
         )
-    host, port = split_address(endpoint, variable="--rdzv-endpoint")
+    host, port = split_address(endpoint.split(",")[0], variable="--rdzv-endpoint")
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connects nothing: asks for the route
         probe.connect(address)

@@ -11,15 +11,30 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from typing import Any, Protocol
 
 from jaxpar_launch._members import End, State
 from jaxpar_launch._outcome import TIMEOUT_EXIT_CODE, shell_code, told
 from jaxpar_launch._report import Failure
-from jaxpar_launch.store import StoreClient, StoreError, StoreTimeoutError
+from jaxpar_launch.store import StoreError, StoreTimeoutError
 
 STATE = "state"
+
+
+class Store(Protocol):
+    """What a meeting uses of the place where it is kept: `StoreClient`, or `EtcdClient`."""
+
+    def set(self, key: str, value: Any) -> None: ...
+    def try_get(self, key: str) -> Any: ...
+    def get(self, key: str, timeout_s: float | None = None) -> Any: ...
+    def compare_set(self, key: str, expected: Any, value: Any) -> Any: ...
+    def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None: ...
+    def leave_will(self, key: str | None, value: Any = True) -> None: ...
+    def delete_prefix(self, prefix: str) -> int: ...
+    def clone(self) -> "Store": ...
+    def close(self) -> None: ...
 
 
 class Freshness:
@@ -42,12 +57,12 @@ class Freshness:
         return [who for who in beats if now - self._seen[who][1] > self._patience_s]
 
 
-def beats_of(client: StoreClient, ids: Iterable[str]) -> dict[str, int | None]:
+def beats_of(client: Store, ids: Iterable[str]) -> dict[str, int | None]:
     """The last beat of each."""
     return {who: client.try_get(f"beat/{who}") for who in ids}
 
 
-def claim_end(client: StoreClient, round_: int, end: End) -> End:
+def claim_end(client: Store, round_: int, end: End) -> End:
     """Ends a round, unless somebody has; returns the end that counts."""
     return End(**client.compare_set(f"{round_}/end", None, asdict(end)))
 
@@ -72,7 +87,7 @@ class Pulse:
 
     def __init__(
         self,
-        client: StoreClient,
+        client: Store,
         member_id: str,
         host: str,
         *,
@@ -121,7 +136,7 @@ class Pulse:
     def _end_everywhere(self, end: End) -> None:
         state = self._state
         if state is not None:
-            with contextlib.suppress(StoreError), self._client.clone() as client:
+            with contextlib.suppress(StoreError), contextlib.closing(self._client.clone()) as client:
                 claim_end(client, state.round, end)
 
     def close(self) -> None:

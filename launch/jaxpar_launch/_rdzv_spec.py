@@ -11,8 +11,8 @@ from typing import Any
 
 from jaxpar_launch._errors import LaunchSpecError
 
-BACKENDS = {"tcp": "tcp", "c10d": "tcp", "static": "static"}
-DEFAULT_PORT = 29400
+BACKENDS = {"tcp": "tcp", "c10d": "tcp", "static": "tcp", "etcd": "etcd", "etcd-v2": "etcd"}
+DEFAULT_PORT, ETCD_PORT = 29400, 2379
 _LINE = "jaxpar-launch --nnodes 2 --rdzv-endpoint node0:29400 --nproc-per-node 4 train.py"
 
 
@@ -69,7 +69,8 @@ class RendezvousSpec:
     """A meeting of several hosts.
 
     Args:
-        endpoint: "host:port" where they meet.
+        endpoint: "host:port" where they meet; of etcd perhaps several, with commas.
+        backend: "tcp", or "etcd".
         least: how many hosts are enough.
         most: how many take part.
         node_rank: this host's place, if it is given by hand.
@@ -83,6 +84,7 @@ class RendezvousSpec:
     node_rank: int | None = None
     local_addr: str | None = None
     conf: RendezvousConf = field(default_factory=RendezvousConf)
+    backend: str = "tcp"
 
 
 def rendezvous_of(options: Mapping[str, Any]) -> RendezvousSpec | None:
@@ -117,10 +119,18 @@ def rendezvous_of(options: Mapping[str, Any]) -> RendezvousSpec | None:
         if most == 1:
             return None
         raise LaunchSpecError(f"--nnodes {options['nnodes']} needs a place to meet: {_LINE}")
-    if ":" not in endpoint or endpoint.endswith("]"):
-        endpoint = f"{endpoint}:{DEFAULT_PORT}"
+    kind = BACKENDS[backend or "tcp"]
+    port = ETCD_PORT if kind == "etcd" else DEFAULT_PORT
+    parts = [
+        part if ":" in part and not part.endswith("]") else f"{part}:{port}" for part in endpoint.split(",")
+    ]
+    if len(parts) > 1 and kind != "etcd":
+        raise LaunchSpecError(
+            f"--rdzv-endpoint {endpoint}: one place to meet; several are for --rdzv-backend etcd."
+        )
     return RendezvousSpec(
-        endpoint=endpoint,
+        endpoint=",".join(parts),
+        backend=kind,
         least=least,
         most=most,
         node_rank=node_rank,

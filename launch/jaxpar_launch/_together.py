@@ -45,7 +45,7 @@ class Together:
         self._spec, self._inbox, self._rdzv = spec, inbox, spec.rendezvous
         endpoint, conf = self._rdzv.endpoint, self._rdzv.conf
         token = secret_of(spec.run_id, secret)
-        self._server, self._client = meet(endpoint, token=token, timeout_s=conf.join_timeout)
+        self._server, self._client = meet(self._rdzv, run_id=spec.run_id, token=token)
         self._me = Member(
             id=os.urandom(8).hex(),
             host=socket.gethostname(),
@@ -130,14 +130,26 @@ class Together:
                 )
             self._update(lambda s: s.drop([self._me.id]))
             self._client.set(f"bye/{self._me.id}", True)
-            if self._server is not None:
-                others = [m.id for m in self._state.members if m.id != self._me.id]
-                stale = self._freshness.stale(beats_of(self._client, others))
-                self._client.wait([f"bye/{who}" for who in others if who not in stale], timeout_s=_FAREWELL_S)
         self.outside.close()
+        with contextlib.suppress(StoreError):
+            self._clear_up()
         self._client.close()
         if self._server is not None:
             self._server.close()
+
+    def _clear_up(self) -> None:
+        """Whoever serves the meeting, or was first in it, waits for the others; etcd would keep it for ever."""
+        members = self._state.members
+        is_first = bool(members) and members[0].id == self._me.id
+        is_kept = self._rdzv.backend == "etcd"
+        is_over = State.from_wire(self._client.try_get(STATE)).over is not None
+        if self._server is not None or (is_kept and is_first and is_over):
+            others = [m.id for m in members if m.id != self._me.id]
+            stale = self._freshness.stale(beats_of(self._client, others))
+            with contextlib.suppress(StoreTimeoutError):
+                self._client.wait([f"bye/{who}" for who in others if who not in stale], timeout_s=_FAREWELL_S)
+            if is_kept:
+                self._client.delete_prefix("")
 
     # Gathering
 
@@ -150,7 +162,8 @@ class Together:
             if state.over:
                 text = state.over.text or "it is done"
                 raise RendezvousError(
-                    f"the job {self._spec.run_id!r} is over: {text}.", exit_code=state.over.exit_code or 1
+                    f"the job {self._spec.run_id!r} is over: {text}. For a new one take another --rdzv-id.",
+                    exit_code=state.over.exit_code or 1,
                 )
             if state.is_running and state.rank_of(self._me.id) is not None:
                 self._state = state
