@@ -38,6 +38,8 @@ workers
   --devices-per-proc N              CPU devices, or GPUs, of each worker  [1 CPU device; GPUs in equal shares]
   -m, --module                      the script is a module's name
   --no-python                       the script is a program, started directly
+  --run-path                        the script is a Python file, as without it; here for lines from torchrun
+  --start-method spawn              how workers start: as new processes, the only way  [spawn]
   --role NAME                       ROLE_NAME of the workers  [default]
 hosts
   --nnodes N|MIN:MAX                how many hosts take part  [1]

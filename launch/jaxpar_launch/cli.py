@@ -70,6 +70,8 @@ def _parser() -> _Parser:
     add("--devices-per-proc", type=_number(int, "4"))
     add("-m", "--module", action="store_true")
     add("--no-python", action="store_true")
+    add("--run-path", action="store_true")
+    add("--start-method", choices=("spawn",), default="spawn")
     add("--role", default="default")
     for name in _MEETING:
         add(f"--{name}")
@@ -148,6 +150,8 @@ def _spec(options: argparse.Namespace, command: tuple[str, ...]) -> LaunchSpec:
         raise LaunchSpecError(
             "-m and --no-python exclude each other: a module needs Python. Leave one of them out."
         )
+    if options.run_path and (options.module or options.no_python):
+        raise LaunchSpecError("--run-path means a Python script: leave out -m and --no-python.")
     if options.standalone and (options.master_addr or options.master_port or options.rdzv_endpoint):
         raise LaunchSpecError(
             "--standalone means this host and a free port: leave out --master-addr, --master-port and --rdzv-endpoint."
