@@ -1,16 +1,30 @@
 """What the launcher's tests share: workers as text, the command with a deadline, and a look at what is left alive."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+LIMIT_S = 90.0  # of a launcher that a test started
 LAUNCH_FOLDER = Path(__file__).parents[2] / "launch"
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """Whoever started pytest in the background had SIGINT ignored, and a launcher would stay so (`nohup` stays `nohup`)."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @pytest.fixture
@@ -33,6 +47,7 @@ class Command:
         self.folder = folder
         self.environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(LAUNCH_FOLDER), "HOME": str(folder)}
         self._started: list[subprocess.Popen[str]] = []
+        self._timers: list[threading.Timer] = []
 
     def start(self, *args: object, **popen: object) -> subprocess.Popen[str]:
         """Starts it; stdout and stderr are pipes unless said otherwise."""
@@ -40,6 +55,11 @@ class Command:
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         process = subprocess.Popen(command, cwd=self.folder, env=self.environ, **(streams | popen))  # pyright: ignore
         self._started.append(process)
+        # A blocking read of what it says ends with it; the guard takes its workers along.
+        timer = threading.Timer(LIMIT_S, process.kill)
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)
         return process
 
     def __call__(self, *args: object, timeout_s: float = 20) -> subprocess.CompletedProcess[str]:
@@ -49,6 +69,8 @@ class Command:
         return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
     def close(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
         for process in self._started:
             process.kill()
             if process.stdout is not None:
