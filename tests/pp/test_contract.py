@@ -6,7 +6,7 @@
 What a stage computes does not depend on the schedule. So its programs are compiled once for each number of stages, on a device of
 its own, and every schedule is walked over the same programs: real moves between devices, the real books of what waits for what.
 Whole steps, with placement, optimizer and metrics: test_pipeline.py; one program for a schedule: test_spmd.py; processes:
-tests/multiprocess/test_pipeline.py. There schedules are sampled.
+tests/multiprocess/test_pipeline.py (sampled) and test_pipeline_schedules.py (every named one).
 """
 
 import dataclasses
