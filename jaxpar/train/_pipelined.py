@@ -290,7 +290,7 @@ class PipelinedStep:
 
     def _place(self, stages: Sequence[Stage]) -> None:
         """Move every parameter, variable and piece of optimizer state to the devices of the stage that owns it."""
-        params, rest = self._model.values()
+        params, rest = (list(map(_on_a_device, xs)) for xs in self._model.values())
         self._owners = owners = Owners(
             tuple(_first_user(stages, i, lambda stage: stage.code.params) for i in range(len(params))),
             tuple(
@@ -442,6 +442,11 @@ class PipelinedStep:
             self._results.gradients(compiled.stages, borrowed, [end and end[0] for end in ends], params),
             self._results.variables(compiled.stages, [end and end[1] for end in ends], rest),
         )
+
+
+def _on_a_device(x: Any) -> jax.Array:
+    """What a user assigned before the first step may be of NumPy."""
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
 def _merge_marked(model: Variables, plan: PipelinePlan, params: Sequence[Any], rest: Sequence[Any]) -> Any:

@@ -193,18 +193,18 @@ def test_parameters_that_are_assigned_between_steps_go_to_their_stages(executor:
     """A table that both stages use, and a layer of the second one: arrays on the first device, or of NumPy."""
     mesh, tokens = make_mesh(), np.zeros((8, 3), np.int32)
 
-    def assign(model: Any) -> Any:
-        model.embed.embedding.set_value(jnp.full((8, 8), 0.5))
-        model.blocks[1].kernel.set_value(np.full((8, 8), 0.25, np.float32))
+    def assign(model: Any, number: float) -> Any:
+        model.embed.embedding.set_value(jnp.full((8, 8), number))
+        model.blocks[1].kernel.set_value(np.full((8, 8), number / 2, np.float32))
         return model
 
     model = pipeline(Tied(), mesh["pp"], n_stages=2, n_microbatches=2, executor=executor)
     optimizer = nnx.Optimizer(model, optax.sgd(0.0), wrt=nnx.Param)
     step = jaxpar.TrainStep(lambda m, x: (m(x) ** 2).mean(), model, optimizer, mesh=mesh)
-    step(tokens)
-    assign(model)
-    expected = (assign(Tied())(jnp.asarray(tokens)) ** 2).mean()
-    np.testing.assert_allclose(step(tokens)["loss"], expected, rtol=1e-5)
+    for number in (0.25, 0.5):  # before the first step, and after it
+        assign(model, number)
+        expected = (assign(Tied(), number)(jnp.asarray(tokens)) ** 2).mean()
+        np.testing.assert_allclose(step(tokens)["loss"], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
