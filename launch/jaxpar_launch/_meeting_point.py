@@ -15,6 +15,8 @@ from jaxpar_launch._rdzv_spec import RendezvousSpec
 from jaxpar_launch.env import split_address
 from jaxpar_launch.store import StoreAuthenticationError, StoreClient, StoreError, StoreServer
 
+_PATIENCE_S = 5.0  # with a store that was there: its host may be gone
+
 
 def meet(rendezvous: RendezvousSpec, *, run_id: str, token: str) -> tuple[StoreServer | None, Store]:
     """The store at an endpoint; a server if it is this host that serves it.
@@ -32,7 +34,8 @@ def meet(rendezvous: RendezvousSpec, *, run_id: str, token: str) -> tuple[StoreS
         return None, _at_etcd(endpoint, run_id, timeout_s)
     server = _serve(endpoint, token)
     try:
-        return server, StoreClient(endpoint, token=token, timeout_s=timeout_s)
+        with StoreClient(endpoint, token=token, timeout_s=timeout_s) as patient:
+            return server, patient.clone(timeout_s=_PATIENCE_S)
     except StoreAuthenticationError as error:
         raise RendezvousError(
             f"the rendezvous at {endpoint} is another job's, or no jaxpar-launch's: {error}. Give every node the same --rdzv-id and "

@@ -56,7 +56,7 @@ class Together:
         self._freshness = Freshness(conf.patience_s)
         self._state = State()
         self._earlier: list[str] = []
-        self._is_in_round = False
+        self._is_in_round = self._is_gone = False
         self.outside = Pulse(
             self._client.clone(),
             self._me.id,
@@ -80,7 +80,7 @@ class Together:
             with contextlib.ExitStack() as stack:
                 yield self._round(state, stack)
         except StoreError as error:
-            raise RendezvousError(f"the rendezvous at {self._rdzv.endpoint} is gone: {error}") from error
+            raise self._gone(error) from error
 
     def conclude(self, outcome: Outcome) -> tuple[Outcome, str | None]:
         """How the job ended; or why it goes on.
@@ -108,7 +108,7 @@ class Together:
                 )
             )
         except StoreError as error:
-            raise RendezvousError(f"the rendezvous at {self._rdzv.endpoint} is gone: {error}") from error
+            raise self._gone(error) from error
         if outcome.is_leaving:
             return outcome, None
         if state.over is not None and state.round == self._state.round:
@@ -120,6 +120,18 @@ class Together:
 
     def close(self) -> None:
         """Takes leave; whoever serves the rendezvous waits until the others have heard how the job ended."""
+        is_gone = self._is_gone or self.outside.cut_off is not None
+        if not is_gone:
+            self._take_leave()
+        self.outside.close()
+        if not is_gone:
+            with contextlib.suppress(StoreError):
+                self._clear_up()
+        self._client.close()
+        if self._server is not None:
+            self._server.close()
+
+    def _take_leave(self) -> None:
         with contextlib.suppress(StoreError):
             if self._is_in_round:  # an error of its own: the others need not wait for signs of life
                 text = f"the launcher on host {self._me.host} ended early"
@@ -130,12 +142,6 @@ class Together:
                 )
             self._update(lambda s: s.drop([self._me.id]))
             self._client.set(f"bye/{self._me.id}", True)
-        self.outside.close()
-        with contextlib.suppress(StoreError):
-            self._clear_up()
-        self._client.close()
-        if self._server is not None:
-            self._server.close()
 
     def _clear_up(self) -> None:
         """Whoever serves the meeting, or was first in it, waits for the others; etcd would keep it for ever."""
@@ -150,6 +156,10 @@ class Together:
                 self._client.wait([f"bye/{who}" for who in others if who not in stale], timeout_s=_FAREWELL_S)
             if is_kept:
                 self._client.delete_prefix("")
+
+    def _gone(self, error: StoreError) -> RendezvousError:
+        self._is_gone = True
+        return RendezvousError(f"the rendezvous at {self._rdzv.endpoint} is gone: {error}")
 
     # Gathering
 

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -219,7 +220,9 @@ def test_without_the_host_that_serves_the_rendezvous_the_others_end_and_say_so(h
         hosts.start("--max-restarts", 2)
     places = hosts.await_round(0, 4)
     hosts.all.pop(serving(hosts)).kill()
+    start = time.monotonic()
     ((code, stderr),) = hosts.end()
+    assert time.monotonic() - start < 5
     assert code == 1
     assert f"the rendezvous at {hosts.endpoint} is gone" in stderr
     hosts.wait_until(
