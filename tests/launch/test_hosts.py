@@ -306,3 +306,17 @@ def test_plain_jax_over_two_hosts(hosts: Hosts, script, monkeypatch: pytest.Monk
     outputs = [process.communicate(timeout=60) for process in hosts.all]
     assert [process.returncode for process in hosts.all] == [0, 0], outputs
     assert sum(out.count("sum 3 of 2") for out, _ in outputs) == 2
+
+
+def test_hosts_that_are_all_told_to_end_end_as_told(hosts: Hosts) -> None:
+    """A batch system tells every node at once."""
+    for _ in range(3):
+        hosts.start("--max-restarts", 3, nnodes="1:3")
+    hosts.await_round(0, 6)
+    start = time.monotonic()
+    for process in hosts.all:
+        process.send_signal(signal.SIGTERM)
+    ended = hosts.end()
+    assert time.monotonic() - start < 15
+    assert all(code != 0 for code, _ in ended), ended
+    assert sum(code == 143 for code, _ in ended) >= 1
