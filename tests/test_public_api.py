@@ -56,7 +56,7 @@ PUBLIC = {
     """,
     "jaxpar_launch": """
         Failure LaunchFailedError LaunchResult LaunchSpec LaunchSpecError LaunchTimeoutError StreamChoice
-        WorkerEnvError launch
+        WorkerEnvError heartbeat launch
     """,
 }
 

@@ -161,11 +161,6 @@ def table(places: Sequence[Place]) -> str:
     ]
     if not any(place.host for place in places):  # read from a folder: of one host, and long ended
         rows = [(row[0], *row[3:]) for row in rows]
-    return aligned(rows)
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as columns, indented."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  " + "  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in rows

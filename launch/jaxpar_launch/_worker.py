@@ -31,6 +31,7 @@ from jaxpar_launch._logs import (
     TailSink,
     last_lines,
 )
+from jaxpar_launch._run import STACKS_FILE
 from jaxpar_launch._spec import LaunchSpec
 from jaxpar_launch.env import WorkerEnv
 
@@ -149,6 +150,10 @@ class Worker:
                 self.exit_code = self._process.wait(timeout=_STUCK_S)
         for stream in self.streams:
             stream.close()
+        with contextlib.suppress(OSError):
+            stacks = os.path.join(self.folder, STACKS_FILE)
+            if os.path.getsize(stacks) == 0:  # nobody asked where it hangs
+                os.unlink(stacks)
         if self.exit_fd is not None:
             os.close(self.exit_fd)
             self.exit_fd = None

@@ -8,7 +8,6 @@ Names and meanings are torchrun's (rows 10.1); what this version does not do is 
 
 import argparse
 import functools
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
@@ -24,7 +23,7 @@ from jaxpar_launch._streams import StreamChoice
 from jaxpar_launch.env import inherited_environ, option_from_environ
 
 USAGE_EXIT_CODE = 2
-_CHECK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_check.py")
+_CHECK = "jaxpar.debug._preflight"  # a worker as any other; the launcher itself knows no jax
 _MEETING = ("nnodes", "node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "local-addr")
 
 
@@ -167,7 +166,7 @@ def _spec(options: argparse.Namespace, command: tuple[str, ...]) -> LaunchSpec:
     tee = options.tee or ("3" if options.log_dir and not redirects else "0")
     return LaunchSpec(
         command=(_CHECK,) if options.check else command,
-        kind="module" if options.module else "program" if options.no_python else "script",
+        kind="module" if options.module or options.check else "program" if options.no_python else "script",
         nproc=nproc,
         platform=platform,
         devices_per_proc=options.devices_per_proc,

@@ -119,6 +119,7 @@ def test_a_wrong_stream_choice_names_its_flag(text: str) -> None:
             "--rdzv-backend mpi: there is tcp, c10d, static, etcd, etcd-v2, slurm",
         ),
         ("--start-method fork train.py", "--start-method: invalid choice: 'fork' (choose from"),
+        ("--check train.py", "--check starts no script: leave 'train.py' out."),
         ("--run-path -m train", "--run-path means a Python script"),
         ("--max-restarts -1 --no-python true", "--max-restarts -1: a job cannot restart less than never"),
         ("--nproc-per-nod 2 train.py", "Did you mean --nproc-per-node?"),

@@ -17,7 +17,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpar_launch._hang import aligned
+import jax
+import numpy as np
+
+from jaxpar.debug._text import format_table
 from jaxpar_launch.env import WorkerEnv
 from jaxpar_launch.flight import heartbeat
 from jaxpar_launch.store import StoreClient, StoreTimeoutError
@@ -34,8 +37,6 @@ def main() -> int:
     if worker is None or worker.store is None or worker.store_token is None:
         print("this is the worker of `jaxpar-launch --check`; start that.", file=sys.stderr)
         return 2
-    import jax
-
     with StoreClient(worker.store, token=worker.store_token, timeout_s=_LIMIT_S) as store:
         heartbeat("check: clocks")
         skew_s = _serve_time(store, worker.world_size) if worker.rank == 0 else _skew_s(store, worker.rank)
@@ -56,7 +57,7 @@ def main() -> int:
             store.set("wrong", wrong)
         wrong = store.get("wrong")
         heartbeat("check: a sum over all devices")
-        text, is_right = _sum(jax)
+        text, is_right = _sum()
         if worker.rank == 0:
             print(text, *(f"wrong: {line}" for line in wrong), sep="\n", flush=True)
             print("all is well" if is_right and not wrong else "do not start a job yet", flush=True)
@@ -109,7 +110,7 @@ def table(all_facts: Sequence[dict[str, Any]]) -> str:
     equal = [name for name in EQUAL if len({str(fact[name]) for fact in all_facts}) == 1]
     head = ", ".join(f"{name} {all_facts[0][name]}" for name in equal if all_facts[0][name] is not None)
     others = [name for name in EQUAL if name not in equal]
-    rows = [("rank", "host", *others, "memory", "clock")]
+    rows = []
     for fact in all_facts:
         memory = "" if fact["memory_gib"] is None else f"{fact['memory_gib']:.1f} GiB"
         rows.append(
@@ -121,7 +122,8 @@ def table(all_facts: Sequence[dict[str, Any]]) -> str:
                 f"{fact['skew_s'] * 1e3:+.1f} ms",
             )
         )
-    return f"{len(all_facts)} workers, all with {head}\n{aligned(rows)}"
+    header = ("rank", "host", *others, "memory", "clock")
+    return f"{len(all_facts)} workers, all with {head}\n{format_table(header, rows)}"
 
 
 def _who(fact: dict[str, Any]) -> str:
@@ -166,10 +168,8 @@ def _skew_s(store: StoreClient, rank: int) -> float:
     return min(answers[1:])[1]  # the first waited for its turn
 
 
-def _sum(jax: Any) -> tuple[str, bool]:
+def _sum() -> tuple[str, bool]:
     """One number of each device, summed by all."""
-    import numpy as np
-
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("all",))
     spec = jax.sharding.PartitionSpec
     mapped = jax.shard_map(

@@ -1,12 +1,11 @@
 """`jaxpar-launch --check`: one line for what is equal, a table, and who does not fit."""
 
-import os
-import sys
 from typing import Any
 
 import pytest
 
-from jaxpar_launch._check import table, wrong_with
+from jaxpar.debug._preflight import table, wrong_with
+from jaxpar_launch import launch
 
 
 def fact(rank: int, **fields: Any) -> dict[str, Any]:
@@ -41,20 +40,18 @@ def test_what_is_equal_stands_once() -> None:
         "2 workers, all with python 3.11.9, jaxlib 0.10.2, flax 0.12, jaxpar 0.1, platform cpu"
     )
     assert lines[1].split() == ["rank", "host", "jax", "memory", "clock"]
-    assert [line.split()[:3] for line in lines[2:]] == [["0", "node0", "0.10.2"], ["1", "node1", "0.9.0"]]
+    assert [line.split()[:3] for line in lines[3:]] == [["0", "node0", "0.10.2"], ["1", "node1", "0.9.0"]]
 
 
-def test_two_workers_are_well(command) -> None:
-    path = os.pathsep.join([command.environ["PYTHONPATH"], *sys.path])
-    command.environ |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
-    result = command("--nproc-per-node", 2, "--devices-per-proc", 2, "--check", timeout_s=60)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "2 workers, all with python" in result.stdout
-    assert "a sum over 4 devices takes" in result.stdout
-    assert result.stdout.splitlines()[-1].endswith("all is well")
-
-
-def test_a_script_beside_the_check_is_refused(command) -> None:
-    result = command("--check", "train.py")
-    assert result.returncode == 2
-    assert "--check starts no script: leave 'train.py' out." in result.stderr
+def test_two_workers_are_well() -> None:
+    result = launch(
+        ["jaxpar.debug._preflight"],
+        kind="module",
+        nproc=2,
+        devices_per_proc=2,
+        environ={"JAX_PLATFORMS": "cpu"},
+        timeout_s=60,
+    ).check()
+    assert "2 workers, all with python" in result.output[0]
+    assert "a sum over 4 devices takes" in result.output[0]
+    assert result.output[0].splitlines()[-1] == "all is well"
