@@ -123,7 +123,8 @@ def rows_of_more(few: dict[str, Any], many: dict[str, Any]) -> Iterator[Result]:
     """What each microbatch adds: the schedule without what a step has beside it."""
     p, more = few["processes"], many["microbatches"] - few["microbatches"]
     for name in few["pull_s"]:
-        ms, simulated_ms = ((many[of][name] - few[of][name]) * 1e3 / more for of in ("pull_s", "simulated_s"))
+        ms = (many["pull_s"][name] - few["pull_s"][name]) * 1e3 / more
+        simulated_ms = few["simulated_more_s"][name] * 1e3
         config = f"{p} processes, {name}, from {few['microbatches']} to {many['microbatches']} microbatches"
         yield Result("pipeline", config, "each more", ms, "ms", "simulated", simulated_ms)
 
