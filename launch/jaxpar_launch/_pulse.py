@@ -101,7 +101,9 @@ class Pulse:
         self._state: State | None = None
         self._willed: State | None = None  # the round that ends with this connection
         self._wake, self._is_closing = threading.Event(), False
-        self.end: End | None = None
+        self._found: tuple[State, End] | None = (
+            None  # of which round, so that an old end is never taken for a new one
+        )
         self.cut_off: str | None = None  # why the rendezvous is gone
         self.fd, self._write_fd = os.pipe()
         os.set_blocking(self.fd, False)
@@ -110,8 +112,14 @@ class Pulse:
 
     def watch(self, state: State | None) -> None:
         """Listens for the end of this round; None: of none."""
-        self.end, self._state = None, state
+        self._state = state
         self._wake.set()
+
+    @property
+    def end(self) -> End | None:
+        """How the round ended that is listened to, if it has."""
+        found, state = self._found, self._state
+        return found[1] if found is not None and found[0] is state else None
 
     def take(self) -> bool:
         """Whether the round has ended, or nobody can tell any more."""
@@ -122,7 +130,8 @@ class Pulse:
     @property
     def is_hang(self) -> bool:
         """Whether it has ended because a worker makes no progress."""
-        return self.end is not None and self.end.kind == "hang"
+        end = self.end
+        return end is not None and end.kind == "hang"
 
     def blame(self, root: Failure) -> None:
         """Ends the round everywhere, because of a worker that failed here."""
@@ -180,21 +189,17 @@ class Pulse:
         """For one interval."""
         with contextlib.suppress(StoreTimeoutError):
             end = self._client.get(f"{state.round}/end", timeout_s=self._interval_s)
-            return self._tell(End(**end), state)
+            self._found = state, End(**end)
+            os.write(self._write_fd, b"x")
+            return
         others = {member.id: member for member in state.members if member.id != self._id}
         for who in self._freshness.stale(beats_of(self._client, others)):
             text = f"the launcher on host {others[who].host} is gone: no sign of life"
             claim_end(
                 self._client, state.round, End(kind="lost", host=others[who].host, text=text, exit_code=1)
             )
-            return None
+            return
         now = State.from_wire(self._client.try_get(STATE))
         if state.members[0].id == self._id and now.newcomers and len(now.members) < self._most:
             text = f"{', '.join(member.host for member in now.newcomers)} joined"
             claim_end(self._client, state.round, End(kind="joined", host="", text=text, exit_code=1))
-        return None
-
-    def _tell(self, end: End, state: State) -> None:
-        if state is self._state:
-            self.end = end
-            os.write(self._write_fd, b"x")

@@ -6,6 +6,7 @@ conclude     own failure -> told to all; all is well -> wait until it is everywh
 """
 
 import contextlib
+import ipaddress
 import os
 import socket
 import time
@@ -215,7 +216,7 @@ class Together:
             )
         hosts = {member.host for member in state.members}
         if len(hosts) > 1 and (
-            near := [m.host for m in state.members if m.address.startswith(("127.", "::1"))]
+            near := [m.host for m in state.members if ipaddress.ip_address(m.address).is_loopback]
         ):
             raise self._refused(
                 f"host {near[0]} would meet the others at a loopback address, which leads nowhere from there. Write an "

@@ -1,9 +1,11 @@
 """`python -m jaxpar_launch.report LOG_DIR`: what a job's log folder says of its last attempt, after the fact (row G4).
 
     attempt 1, 2 workers
-      rank  silent  doing              where               how it ended
-         0    61 s  barrier 'epoch'    train.py:40 in main
-         1    75 s  step 12            data.py:17 in read  exit code 1: ValueError: boom
+      rank  silent  doing            where
+      0     0 s     barrier 'epoch'  train.py:40 in main
+      1     14 s    step 12          data.py:17 in read
+      no progress: rank 0 waits in barrier 'epoch'; missing: rank 1 in step 12
+      local rank 1 failed: ValueError: boom
 
 Reads flight.bin, stacks.txt and error.json of each worker. With `--notes N`, the last N notes of each rank too.
 """
@@ -16,7 +18,7 @@ from collections.abc import Sequence
 
 from jaxpar_launch._hang import Place, place_in, summary, table
 from jaxpar_launch._run import STACKS_FILE
-from jaxpar_launch.flight import FILE_NAME, Note, read_notes
+from jaxpar_launch.flight import FILE_NAME, read_notes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,17 +52,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def report_of(folder: str, attempt: int, num_notes: int) -> str:
     """The report of one attempt."""
-    workers = sorted(name for name in os.listdir(folder) if name.isdigit())
-    workers.sort(key=int)
-    notes = {int(name): read_notes(os.path.join(folder, name, FILE_NAME)) for name in workers}
+    workers = sorted((name for name in os.listdir(folder) if name.isdigit()), key=int)
+    notes = {name: read_notes(os.path.join(folder, name, FILE_NAME)) for name in workers}
     newest = max((some[-1].time_s for some in notes.values() if some), default=0.0)
     places = [
         Place(
             rank=int(name),
             host="",
             pid=0,
-            silent_s=newest - notes[int(name)][-1].time_s if notes[int(name)] else 0.0,
-            doing=notes[int(name)][-1].text if notes[int(name)] else "",
+            silent_s=newest - notes[name][-1].time_s if notes[name] else 0.0,
+            doing=notes[name][-1].text if notes[name] else "",
             where=place_in(os.path.join(folder, name, STACKS_FILE)),
         )
         for name in workers
@@ -68,19 +69,14 @@ def report_of(folder: str, attempt: int, num_notes: int) -> str:
     lines = [
         f"attempt {attempt}, {len(workers)} workers of this host; silent: before the last note of any",
         table(places),
+        f"  {summary(places)}",
     ]
-    lines.append(f"  {summary(places)}")
     for name in workers:
         if (words := _last_words(os.path.join(folder, name, "error.json"))) is not None:
             lines.append(f"  local rank {name} failed: {words}")
-        lines += [
-            _line(int(name), note, newest) for note in notes[int(name)][len(notes[int(name)]) - num_notes :]
-        ]
+        last = notes[name][-num_notes:] if num_notes else ()
+        lines += [f"  local rank {name} {note.time_s - newest:9.3f} s  {note.text}" for note in last]
     return "\n".join(lines)
-
-
-def _line(rank: int, note: Note, newest: float) -> str:
-    return f"  local rank {rank} {note.time_s - newest:9.3f} s  {note.text}"
 
 
 def _run_folder(path: str) -> str | None:

@@ -50,7 +50,7 @@ def test_the_report_of_a_hang_names_places(script, command) -> None:
     (run,) = (command.folder / "logs").iterdir()
     assert told in (run / "attempt_0" / "hang.txt").read_text()
     after = subprocess.run(
-        [sys.executable, "-m", "jaxpar_launch.report", "logs", "--notes", "2"],
+        [sys.executable, "-m", "jaxpar_launch.report", "logs", "--notes", "9"],
         cwd=command.folder, env=command.environ, capture_output=True, text=True, timeout=20,
     )  # fmt: skip
     assert after.returncode == 0, after.stderr

@@ -1,6 +1,5 @@
 """PP3: stages by hand are what they are on one device, and a pipeline cuts between them."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,10 +16,7 @@ from jaxpar.pp import PipelineStages, pipeline, plan_of
 VOCAB, WIDTH = 8, 4
 
 
-@pytest.fixture(autouse=True, scope="module")
-def float64() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class First(nnx.Module):

@@ -14,7 +14,6 @@ import functools
 import itertools
 import random
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +38,7 @@ RTOL = 1e-12
 ROWS, MOST_PARTS, NUM_LARGER = 24, 22, 2
 
 
-@pytest.fixture(autouse=True, scope="module")
-def float64() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
-    with jax.enable_x64(True):
-        yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("float64_values_only")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

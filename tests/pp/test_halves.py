@@ -5,7 +5,7 @@ and H is 7, so shapes tell what an array is made of.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,10 +21,7 @@ ROWS, WIDTH, HIDDEN, LAYERS = 5, 3, 7, 4
 Layer = Callable[[Any, Any, Any], Any]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def float64() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def layer(x: Any, u: Any, d: Any) -> Any:

@@ -8,7 +8,6 @@ same step on one device that accumulates (with dropout, whose masks depend on ro
 import functools
 import random
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +40,7 @@ RTOL = 1e-12
 ROWS = 12
 
 
-@pytest.fixture(autouse=True, scope="module")
-def float64() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
-    with jax.enable_x64(True):
-        yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("float64_values_only")
 
 
 @functools.cache

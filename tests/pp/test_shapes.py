@@ -5,7 +5,6 @@ mesh (pp 2, dp 2, tp 2)    shapes {0: dp 4, tp 1}    a microbatch of 4 rows: 1 a
 
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +36,7 @@ BATCH = batch_of(16)
 NUM_MICROBATCHES = 4
 
 
-@pytest.fixture(autouse=True, scope="module")
-def float64_and_values_only() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
-    with jax.enable_x64(True):
-        yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("float64_values_only")
 
 
 def make_mesh(dp: int = 2, tp: int = 2) -> DeviceMesh:

@@ -11,7 +11,6 @@ import itertools
 import random
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +45,7 @@ RTOL = 1e-12
 ROWS = 12
 
 
-@pytest.fixture(autouse=True, scope="module")
-def float64() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @functools.cache
