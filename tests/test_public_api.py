@@ -55,8 +55,8 @@ PUBLIC = {
         TrainStep clip_grad_norm total_norm
     """,
     "jaxpar_launch": """
-        Failure LaunchFailedError LaunchResult LaunchSpec LaunchSpecError LaunchTimeoutError StreamChoice
-        WorkerEnvError heartbeat launch
+        Failure LaunchFailedError LaunchResult LaunchSpec LaunchSpecError LaunchTimeoutError RendezvousConf
+        RendezvousError RendezvousSpec StreamChoice WorkerEnvError heartbeat launch
     """,
 }
 

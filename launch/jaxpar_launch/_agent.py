@@ -43,6 +43,7 @@ def run_agent(
     timeout_s: float | None = None,
     is_shown: bool = True,
     memories: tuple[MemorySink, ...] = (),
+    values: dict[int, bytes] | None = None,
     secret: str | None = None,
 ) -> Outcome:
     """Runs the job to its end and leaves nothing behind: no process, port, or temporary file.
@@ -52,6 +53,7 @@ def run_agent(
         timeout_s: kill everything after so many seconds; None waits as long as it takes.
         is_shown: whether the workers' output goes to this process's stdout and stderr.
         memories: one per worker to collect its output in, or none.
+        values: filled with what each worker of the last round returned, pickled, by rank (`_called.py`).
         secret: the token by which launchers of several hosts know each other.
 
     Raises:
@@ -68,6 +70,7 @@ def run_agent(
             reaper=stack.enter_context(contextlib.closing(Reaper())),
             console=Console(socket.gethostname(), is_shown=is_shown, memories=memories),
             deadline=None if timeout_s is None else time.monotonic() + timeout_s,
+            values={} if values is None else values,
         )
         rounds = stack.enter_context(contextlib.closing(_rounds(job, secret)))
         while True:
@@ -96,6 +99,7 @@ class _Job:
     reaper: Reaper
     console: Console
     deadline: float | None
+    values: dict[int, bytes]
 
 
 def _rounds(job: _Job, secret: str | None) -> "Alone | Together":
@@ -126,7 +130,10 @@ def _run_round(job: _Job, round_: Round, outside: Outside | None) -> Outcome:
             reaper=job.reaper,
             outside=outside,
         )
-        return group.run()
+        outcome = group.run()
+        job.values.clear()
+        job.values.update((worker.env.rank, worker.take_value()) for worker in workers)
+        return outcome
 
 
 def worker_environ(spec: LaunchSpec, env: WorkerEnv, inherited: Mapping[str, str]) -> dict[str, str]:

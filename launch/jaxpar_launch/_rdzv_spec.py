@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from jaxpar_launch._errors import LaunchSpecError
+from jaxpar_launch._errors import LaunchSpecError, WorkerEnvError
+from jaxpar_launch.env import split_address
 
 BACKENDS = {"tcp": "tcp", "c10d": "tcp", "static": "tcp", "etcd": "etcd", "etcd-v2": "etcd"}
 DEFAULT_PORT, ETCD_PORT = 29400, 2379
@@ -76,6 +77,9 @@ class RendezvousSpec:
         node_rank: this host's place, if it is given by hand.
         local_addr: at which the others reach this host, if it is given by hand.
         conf: how long to wait for what.
+
+    Raises:
+        LaunchSpecError: an endpoint without a port, or numbers of hosts that no job can have.
     """
 
     endpoint: str
@@ -85,6 +89,17 @@ class RendezvousSpec:
     local_addr: str | None = None
     conf: RendezvousConf = field(default_factory=RendezvousConf)
     backend: str = "tcp"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.least <= self.most:
+            raise LaunchSpecError(
+                f"a meeting of least={self.least} to most={self.most} hosts cannot be: 1 <= least <= most."
+            )
+        try:
+            for part in self.endpoint.split(","):
+                split_address(part, variable="endpoint")
+        except WorkerEnvError as error:
+            raise LaunchSpecError(str(error)) from None
 
 
 def rendezvous_of(options: Mapping[str, Any]) -> RendezvousSpec | None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _ZIP_SUFFIXES = (".zip", ".pyz")
 STACKS_FILE = "stacks.txt"
+VALUE_FILE = "value.pickle"  # what a function returned: see `_called.py`
 STACKS_SIGNAL = signal.SIGURG  # ignored by whoever does not listen for it
 
 
@@ -118,7 +119,8 @@ def _exit_code(error: SystemExit) -> int:
 
 
 def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+    own = (__file__, os.path.join(os.path.dirname(__file__), "_called.py"))
+    while trace is not None and trace.tb_frame.f_code.co_filename in own:
         trace = trace.tb_next
     return trace
 

@@ -14,20 +14,24 @@ from dataclasses import dataclass, field
 
 from jaxpar_launch._errors import LaunchSpecError
 from jaxpar_launch._rdzv_spec import RendezvousSpec
+from jaxpar_launch._run import VALUE_FILE
 from jaxpar_launch._streams import StreamChoice
 
-KINDS = ("script", "module", "program")
+KINDS = ("script", "module", "program", "function")
 PLATFORMS = ("cpu", "gpu", "other")
 DEFAULT_PREFIX = "[rank ${rank}] "
 _MACROS = ("role_name", "local_rank", "rank", "hostname")
-_RUNNER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_run.py")
+_RUNNER, _CALLED = (
+    os.path.join(os.path.dirname(os.path.abspath(__file__)), name) for name in ("_run.py", "_called.py")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSpec:
     """One host's share of a job.
 
-        command      script.py --lr 3          kind  script: a Python file, module: as `python -m`, program: any
+        command      script.py --lr 3; None: what launch(spec, ...) is given
+        kind         script: a Python file, module: as `python -m`, program: any, function: a file of launch(function)
         nproc        workers on this host       platform  cpu, gpu, or other (left to JAX)
         grace_s      SIGTERM -> SIGKILL         when the launcher is told to stop: time to write a checkpoint
         failure_grace_s  the same               when a worker failed: short, for JAX swallows SIGTERM
@@ -44,7 +48,7 @@ class LaunchSpec:
         jaxpar_launch._errors.LaunchSpecError: --nproc-per-node 0: at least one worker is needed. Write ...
     """
 
-    command: tuple[str, ...]
+    command: tuple[str, ...] | None = None
     kind: str = "script"
     nproc: int = 1
     platform: str = "cpu"
@@ -79,9 +83,14 @@ class LaunchSpec:
 
     def argv(self, error_file: str) -> list[str]:
         """The command of one worker; Python workers run inside `_run.py`, which records their failure."""
+        command = self.command or ()
         if self.kind == "program":
-            return list(self.command)
-        return [self.python, _RUNNER, error_file, self.kind, *self.command]
+            return list(command)
+        kind = self.kind
+        if kind == "function":
+            value_file = os.path.join(os.path.dirname(error_file), VALUE_FILE)
+            kind, command = "script", (_CALLED, *command, value_file)
+        return [self.python, _RUNNER, error_file, kind, *command]
 
     def local_device_ids(self, local_rank: int) -> tuple[int, ...] | None:
         """The GPUs of one worker, counted within CUDA_VISIBLE_DEVICES: equal shares, in order."""
@@ -101,6 +110,8 @@ def _check_command(spec: LaunchSpec) -> None:
         raise LaunchSpecError(
             f"kind={spec.kind!r} must be one of {KINDS}, platform={spec.platform!r} of {PLATFORMS}."
         )
+    if spec.command is None:
+        return
     if not spec.command:
         raise LaunchSpecError(
             "Nothing to run: name a script, as in `jaxpar-launch --nproc-per-node 2 train.py`."

@@ -31,7 +31,7 @@ from jaxpar_launch._logs import (
     TailSink,
     last_lines,
 )
-from jaxpar_launch._run import STACKS_FILE
+from jaxpar_launch._run import STACKS_FILE, VALUE_FILE
 from jaxpar_launch._spec import LaunchSpec
 from jaxpar_launch.env import WorkerEnv
 
@@ -139,6 +139,17 @@ class Worker:
             if not lines and os.path.exists(path):
                 lines = last_lines(path)
         return lines
+
+    def take_value(self) -> bytes:
+        """What its function returned, pickled; empty if it returned nothing. No file is left: logs are for reading."""
+        path = os.path.join(self.folder, VALUE_FILE)
+        try:
+            with open(path, "rb") as file:
+                value = file.read()
+            os.unlink(path)
+        except FileNotFoundError:
+            return b""
+        return value
 
     def close(self) -> None:
         """Ends what still runs and closes what is open."""
