@@ -1,7 +1,10 @@
 """The one quarantine: what differs between JAX versions, and every semi-public name that jaxpar needs."""
 
+import functools
+import inspect
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.extend.core
@@ -44,6 +47,62 @@ def detect_cluster(timeout_s: float) -> tuple[str, int, int, tuple[int, ...] | N
 def needs_large_first_collective() -> bool:
     """Whether Gloo stalls 40 ms at a time unless a clique's first collective is large (seen on 0.10, not on 0.12)."""
     return jax.__version_info__ < (0, 12) and jax.default_backend() == "cpu"
+
+
+class ProgramStore(Protocol):
+    """Where compiled programs are kept, by a text that names all they depend on."""
+
+    def get(self, key: str) -> bytes | None: ...
+
+    def put(self, key: str, program: bytes) -> None: ...
+
+
+def keep_programs(open_store: Callable[[], ProgramStore], *, folder: str) -> None:
+    """Makes JAX's persistent compilation cache serve every process from a store of ours; call it before any program.
+
+    JAX (0.10 to 0.12) makes the key and looks it up on every process, but only process 0 writes, and its own files are
+    neither written whole nor checked. Public are the folder's name and the reset; the store and the writer are not. The
+    store is opened with the first program, when the devices are known.
+
+    On GPUs JAX's rule stays, and process 0 writes for all: two compilations of one program need not give the same
+    binary there (autotuning), and processes that run different ones deadlock.
+    """
+    from jax._src import compilation_cache, compiler
+    from jax.experimental.compilation_cache import compilation_cache as public
+
+    jax_writes = inspect.unwrap(compiler._cache_write)
+
+    def write(*program: Any) -> None:
+        key, compile_time_s, name, backend, executable, *host_callbacks = program
+        if backend.platform == "gpu" or any(host_callbacks):
+            return jax_writes(*program)
+        try:
+            compilation_cache.put_executable_and_time(key, name, executable, backend, int(compile_time_s))
+        except Exception as error:  # of the runtime, which may know no way to serialise this program
+            warnings.warn(f"kept programs: {name} cannot be kept: {error}", RuntimeWarning, stacklevel=2)
+
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    public.reset_cache()
+    compiler._cache_write = functools.update_wrapper(write, jax_writes)
+    compilation_cache.get_file_cache = lambda path: (_KeptCache(open_store(), path), path)
+
+
+class _KeptCache:
+    """A store in the form that JAX calls."""
+
+    def __init__(self, store: ProgramStore, path: str) -> None:
+        self.get, self.put, self._path = store.get, store.put, path
+
+
+def world_of_programs() -> str:
+    """What no compiled program may outlive: JAX, the processes, and their devices. JAX's own keys hold less.
+
+    On GPUs one program serves all processes, so there it does not tell them apart.
+    """
+    devices = [(device.id, device.process_index, device.device_kind) for device in jax.devices()]
+    rank = "any" if jax.default_backend() == "gpu" else jax.process_index()
+    return f"jax {jax.__version__}, process {rank} of {jax.process_count()}, devices {devices}"
 
 
 def compiler_options(platform: str, *, num_at_once: int = 2) -> dict[str, int]:

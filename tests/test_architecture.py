@@ -26,6 +26,7 @@ FOUNDATION = {
     "_spec",
     "_record",
     "_residuals",
+    "_kept",
 }
 MAY_IMPORT = {
     "_errors": set(),
@@ -35,6 +36,7 @@ MAY_IMPORT = {
     "_module": {"_errors", "_compat", "_pytree"},
     "_after": {"_compat"},
     "_flat": set(),
+    "_kept": set(),
     "_spec": set(),
     "_record": {"_flat"},
     "_residuals": {"_compat", "_module"},

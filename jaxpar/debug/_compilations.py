@@ -2,22 +2,26 @@
 
 first call    trace -> lower -> compile     counted
 second call   cached                        not counted
+restart       trace -> lower -> load        not counted, but named in `loaded`, if JAX's persistent cache keeps programs
 """
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import jax.monitoring
 
-_EVENT = "/jax/core/compile/backend_compile_duration"
+_COMPILED = "/jax/core/compile/backend_compile_duration"  # told at the end, of loaded programs too
+_LOADED = "/jax/compilation_cache/cache_hits"  # told before, on the same thread
 
 
 @dataclass
 class CompilationCount:
-    """Compilations seen so far, each by the name of the compiled function."""
+    """Compilations seen so far, each by the name of the compiled function; and programs that were loaded instead."""
 
     names: list[str] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
 
     @property
     def count(self) -> int:
@@ -49,13 +53,22 @@ def count_compilations() -> Iterator[CompilationCount]:
         2
     """
     counter = CompilationCount()
+    hits: set[int] = set()  # threads that have loaded a program and not yet told its name
+
+    def listen_for_hits(event: str, **_: str | int) -> None:
+        if event == _LOADED:
+            hits.add(threading.get_ident())
 
     def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event == _EVENT:
-            counter.names.append(str(kwargs.get("fun_name", "")))
+        if event == _COMPILED:
+            names = counter.loaded if threading.get_ident() in hits else counter.names
+            hits.discard(threading.get_ident())
+            names.append(str(kwargs.get("fun_name", "")))
 
+    jax.monitoring.register_event_listener(listen_for_hits)
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         yield counter
     finally:
+        jax.monitoring.unregister_event_listener(listen_for_hits)
         jax.monitoring.unregister_event_duration_listener(listen)

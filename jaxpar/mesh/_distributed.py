@@ -19,9 +19,11 @@ from jaxpar._errors import ProcessGroupError
 from jaxpar.mesh._address import host_and_port
 from jaxpar.mesh._group import Membership, Patience, Venue, group_slot
 from jaxpar.mesh._join import join
+from jaxpar.mesh._keep import keep_compiled
 from jaxpar.mesh._launched import launched
 from jaxpar.mesh._leave import leave_properly
 from jaxpar.mesh._process_group import world_of_one
+from jaxpar_launch.env import ProgramCache, program_cache
 
 
 def init_process_group(
@@ -44,6 +46,10 @@ def init_process_group(
 
     From then on an exception that nobody catches ends the process at once (exit code 1), so that its peers do not
     hang, and at the end of the script the processes wait for each other, at most `shutdown_timeout_s`.
+
+    With JAXPAR_COMPILATION_CACHE_DIR in the environment (`jaxpar-launch --compilation-cache-dir DIR` sets it), every
+    process keeps its compiled programs in that folder and loads them next time: a restart compiles nothing. It takes
+    at most JAXPAR_COMPILATION_CACHE_MAX_BYTES (10 GiB). Trust the folder like code: the files are machine code.
 
     Args:
         coordinator_address: "host:port" of rank 0, the same on all processes.
@@ -78,10 +84,13 @@ def init_process_group(
     if slot.group is not None:
         _check_same(slot.group.membership, member)
         return
+    if member.world_size > 1:
+        _check_unused(member)
+    if (cache := _program_cache()) is not None:
+        keep_compiled(cache, member)
     if member.world_size == 1:
         slot.group = world_of_one(timeout_s=timeout_s, shutdown_timeout_s=shutdown_timeout_s, member=member)
         return
-    _check_unused(member)
     slot.group = join(member, patience, venue=venue)
     leave_properly()
 
@@ -106,6 +115,13 @@ def _resolve(
     else:
         member, venue = Membership(0, 1), None
     return dataclasses.replace(member, local_device_ids=device_ids, preemption=preemption), venue
+
+
+def _program_cache() -> ProgramCache | None:
+    try:
+        return program_cache()
+    except ValueError as error:
+        raise ProcessGroupError(f"init_process_group: {error}") from error
 
 
 def _explicit(given: Mapping[str, str | int]) -> Membership:

@@ -146,7 +146,9 @@ def worker_environ(spec: LaunchSpec, env: WorkerEnv, inherited: Mapping[str, str
         platform=spec.platform,
         devices_per_proc=spec.devices_per_proc,
     )
-    return {**threads, **user, **env.to_environ()}
+    kept = spec.compilation_cache_dir
+    cache = {} if kept is None else {"JAXPAR_COMPILATION_CACHE_DIR": os.path.abspath(kept)}
+    return {**threads, **user, **cache, **env.to_environ()}
 
 
 def _start(spec: LaunchSpec, round_: Round, local_rank: int, folder: RunFolder, console: Console) -> Worker:

@@ -17,6 +17,7 @@ Starts a script in several processes on one host or many, watches them, and ends
   All nodes of a Slurm job                   srun --ntasks-per-node=1 jaxpar-launch --nproc-per-node 4 train.py
   Hosts with places given by hand            jaxpar-launch --nnodes 2 --node-rank 1 --master-addr node0 train.py
   Start again when a worker fails            jaxpar-launch --nproc-per-node 2 --max-restarts 3 train.py
+  Start again without compiling anew         jaxpar-launch --nproc-per-node 2 --max-restarts 3 --compilation-cache-dir programs train.py
   Find out where a job hangs, and restart it jaxpar-launch --nproc-per-node 2 --hang-timeout 600 --max-restarts 3 train.py
   Time to write a checkpoint on SIGTERM      jaxpar-launch --nproc-per-node 2 --grace-period 120 train.py
   Do all hosts fit together?                 jaxpar-launch --nnodes 2 --rdzv-endpoint node0:29400 --nproc-per-node 4 --check
@@ -66,6 +67,8 @@ restarting and stopping
   --max-restarts N                  how often all workers start again when one has failed  [0]
   --hang-timeout S                  a worker that notes its progress (jaxpar's steps do; jaxpar_launch.heartbeat()) and then
                                     nothing for S seconds hangs: says where each rank is, ends the round  [never]
+  --compilation-cache-dir DIR       jaxpar.init_process_group() keeps each worker's compiled programs there, and loads them next
+                                    time; trust DIR like code. JAXPAR_COMPILATION_CACHE_MAX_BYTES bounds it  [none; 10 GiB]
   --grace-period S                  after SIGTERM or SIGINT to the launcher: until SIGKILL  [30]
   --failure-grace-period S          after a worker failed: until SIGKILL of the others  [1]
   --monitor-interval S              longest time between two looks at the workers  [0.1]

@@ -38,6 +38,7 @@ class LaunchSpec:
         hang_timeout_s   how long a worker that notes its progress may note nothing; None: for ever
         max_restarts     how often all workers start again when one has failed
         rendezvous       where other hosts are met; None: this host alone
+        compilation_cache_dir  where jaxpar.init_process_group() lets workers keep compiled programs; None: nowhere
 
     Raises:
         LaunchSpecError: at construction; names the flag and the line to write instead.
@@ -69,11 +70,12 @@ class LaunchSpec:
     tee: StreamChoice = StreamChoice()
     local_ranks_filter: tuple[int, ...] | None = None
     log_line_prefix_template: str = DEFAULT_PREFIX
+    compilation_cache_dir: str | None = None
     python: str = sys.executable
     environ: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for check in (_check_command, _check_devices, _check_numbers, _check_logs):
+        for check in (_check_command, _check_devices, _check_numbers, _check_logs, _check_kept):
             check(self)
 
     @property
@@ -175,3 +177,11 @@ def _check_logs(spec: LaunchSpec) -> None:
                 f"--log-line-prefix-template: there is no macro ${{{macro}}}; there are "
                 f"{', '.join('${' + name + '}' for name in _MACROS)}."
             )
+
+
+def _check_kept(spec: LaunchSpec) -> None:
+    folder = spec.compilation_cache_dir
+    if folder is not None and ("://" in folder or (os.path.exists(folder) and not os.path.isdir(folder))):
+        raise LaunchSpecError(
+            f"--compilation-cache-dir {folder} is not a folder. Name one of a disk that outlives the job, or leave it out."
+        )

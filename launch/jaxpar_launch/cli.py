@@ -86,6 +86,7 @@ def _parser() -> _Parser:
     add("--failure-grace-period", type=_number(float, "1"), default=1.0)
     add("--max-restarts", type=_number(int, "3"), default=0)
     add("--hang-timeout", type=_number(float, "600"))
+    add("--compilation-cache-dir")
     add("--monitor-interval", type=_number(float, "0.1"), default=0.1)
     add("--dry-run", action="store_true")
     add("--check", action="store_true")
@@ -186,6 +187,7 @@ def _spec(options: argparse.Namespace, command: tuple[str, ...]) -> LaunchSpec:
         tee=StreamChoice.parse(tee, flag="--tee"),
         local_ranks_filter=_ranks(options.local_ranks_filter),
         log_line_prefix_template=options.log_line_prefix_template,
+        compilation_cache_dir=options.compilation_cache_dir,
     )
 
 

@@ -7,6 +7,7 @@
 |----------------|--------------------------------------------------------------------------------------------|
 | torchrun users | RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_* ROLE_* MASTER_ADDR/_PORT TORCHELASTIC_* |
 | jaxpar         | JAXPAR_COORDINATOR JAXPAR_STORE JAXPAR_STORE_TOKEN JAXPAR_ERROR_FILE                         |
+|                | JAXPAR_COMPILATION_CACHE_DIR JAXPAR_COMPILATION_CACHE_MAX_BYTES                              |
 | plain JAX      | JAX_COORDINATOR_ADDRESS JAX_PROCESS_ID JAX_NUM_PROCESSES JAX_LOCAL_DEVICE_IDS, Open MPI's     |
 | the backend    | JAX_PLATFORMS JAX_NUM_CPU_DEVICES JAX_CUDA_VISIBLE_DEVICES, thread counts                    |
 
@@ -221,6 +222,37 @@ def join_address(host: str, port: int) -> str:
 def option_from_environ(flag: str) -> str | None:
     """The value of a command line flag given as a variable: `--log-dir` may come as JAXPAR_LOG_DIR."""
     return os.environ.get("JAXPAR_" + flag.lstrip("-").replace("-", "_").upper())
+
+
+@dataclass(frozen=True)
+class ProgramCache:
+    """Where a process keeps its compiled programs, and how large the folder may become for the whole job."""
+
+    folder: str
+    max_bytes: int
+
+
+def program_cache(environ: Mapping[str, str] | None = None) -> ProgramCache | None:
+    """What JAXPAR_COMPILATION_CACHE_DIR and _MAX_BYTES say, set by hand or by the launcher; None: nothing is kept.
+
+    Raises:
+        WorkerEnvError: the number of bytes is none.
+
+    Example:
+        >>> program_cache({"JAXPAR_COMPILATION_CACHE_DIR": "programs"})
+        ProgramCache(folder='programs', max_bytes=10737418240)
+    """
+    environ = os.environ if environ is None else environ
+    folder = environ.get("JAXPAR_COMPILATION_CACHE_DIR")
+    if not folder:
+        return None
+    variable = "JAXPAR_COMPILATION_CACHE_MAX_BYTES"
+    text = environ.get(variable) or str(10 * 2**30)
+    if not text.isdigit() or not int(text):
+        raise WorkerEnvError(
+            f"{variable}={text!r} is not a number of bytes, one at least; leave it out for 10 GiB."
+        )
+    return ProgramCache(folder, int(text))
 
 
 def scratch_root() -> str:

@@ -89,6 +89,8 @@ def test_gpus_are_shared_out_in_order(nproc, per_proc, expected) -> None:
         (dict(tee=StreamChoice.parse("2:3", flag="--tee")), "--tee names local rank 2"),
         (dict(local_ranks_filter=(1,)), "--local-ranks-filter names local rank 1"),
         (dict(log_line_prefix_template="${world} "), "there is no macro ${world}"),
+        (dict(compilation_cache_dir=__file__), f"--compilation-cache-dir {__file__} is not a folder"),
+        (dict(compilation_cache_dir="gs://b/c"), "--compilation-cache-dir gs://b/c is not a folder"),
         (dict(kind="notebook"), "kind='notebook' must be one of"),
     ],
 )
@@ -151,6 +153,15 @@ def test_help_names_every_option(capsys) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     assert [name for action in _parser()._actions for name in action.option_strings if name not in text] == []
+
+
+def test_the_folder_of_programs_reaches_the_workers_as_a_whole_path(capsys, monkeypatch, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["--dry-run", "--compilation_cache_dir", "programs", "--no-python", "true"]) == 0
+    assert f"JAXPAR_COMPILATION_CACHE_DIR={tmp_path}/programs" in capsys.readouterr().out
+    monkeypatch.setenv("JAXPAR_COMPILATION_CACHE_DIR", "others")
+    assert main(["--dry-run", "--no-python", "true"]) == 0
+    assert f"JAXPAR_COMPILATION_CACHE_DIR={tmp_path}/others" in capsys.readouterr().out
 
 
 def test_a_dry_run_shows_environment_and_command_and_starts_nothing(
