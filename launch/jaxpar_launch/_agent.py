@@ -80,6 +80,8 @@ def run_agent(
             if outcome.hang and spec.has_logs:
                 folder.keep(f"attempt_{round_.number}/hang.txt", outcome.report)
             if why is None:
+                if outcome.exit_code and spec.has_logs:
+                    folder.keep("report.txt", outcome.report)
                 break
             if is_shown:
                 said = [outcome.report] if outcome.hang else []

@@ -17,6 +17,7 @@ import sys
 import time
 from typing import Protocol
 
+from jaxpar_launch._fates import Fate
 from jaxpar_launch._hang import Place, Watchdog, places_of
 from jaxpar_launch._logs import Stream
 from jaxpar_launch._outcome import TIMEOUT_EXIT_CODE, Outcome, hang_text, shell_code
@@ -76,6 +77,7 @@ class Group:
         self._kill_at: float | None = None
         self._abandon_at = float("inf")
         self._stop_signal: int | None = None
+        self._was_stopped: set[int] = set()
         self._was_killed: set[int] = set()
         self._failures: list[Failure] = []
         self._user_signal: int | None = None
@@ -176,6 +178,7 @@ class Group:
     def _stop(self, signum: int, grace_s: float) -> None:
         """Asks everyone to end and sets the hour of SIGKILL."""
         self._stop_signal = signum
+        self._was_stopped |= {worker.env.rank for worker in self._workers if worker.is_running}
         self._kill_at = min(time.monotonic() + grace_s, self._kill_at or float("inf"))
         self._send(signum)
 
@@ -192,19 +195,15 @@ class Group:
                 time.sleep(0.001)
 
     def _outcome(self) -> Outcome:
-        others = [self._fate(worker) for worker in self._workers]
-        if self._failures:
-            failures = ranked(self._failures)
-            blamed = {failure.rank for failure in failures}
-            fates = [
-                fate
-                for worker, fate in zip(self._workers, others, strict=True)
-                if worker.env.rank not in blamed
-            ]
+        failures = ranked(self._failures)
+        fates = tuple(self._fate(worker, failures) for worker in self._workers)
+        if failures:
             return Outcome(
                 shell_code(failures[0].exit_code),
                 failures,
-                failure_text(failures, others=fates),
+                failure_text(failures[0]),
+                fates,
+                first=failures[0].rank,
                 is_timeout=self._is_timeout,
                 is_leaving=self._user_signal is not None,
             )
@@ -212,29 +211,31 @@ class Group:
             return Outcome(TIMEOUT_EXIT_CODE, (), hang_text(self._hang), hang=self._hang)
         if self._is_timeout:
             head = "jaxpar-launch: the job did not end in time and was killed."
-            return Outcome(TIMEOUT_EXIT_CODE, (), "\n  ".join([head, *others]), is_timeout=True)
+            return Outcome(TIMEOUT_EXIT_CODE, (), head, fates, is_timeout=True)
         if self._user_signal is not None:
             head = f"jaxpar-launch: ended by {signal.Signals(self._user_signal).name}."
-            code = 128 + self._user_signal
-            return Outcome(code, (), "\n  ".join([head, *others]), is_leaving=True)
+            return Outcome(128 + self._user_signal, (), head, fates, is_leaving=True)
         if self._is_ended_elsewhere:
-            return Outcome(1, (), "\n  ".join(["jaxpar-launch: ended by another host.", *others]))
-        return Outcome(0, (), "")
+            return Outcome(1, (), "jaxpar-launch: ended by another host.", fates)
+        return Outcome(0, (), "", fates)
 
-    def _fate(self, worker: Worker) -> str:
-        rank = worker.env.rank
+    def _fate(self, worker: Worker, failures: tuple[Failure, ...]) -> Fate:
+        for failure in failures:
+            if failure.pid == worker.pid:
+                return Fate.of(failure, is_first=failure is failures[0])
+        return Fate(worker.env.rank, self._host, worker.pid, self._how_it_ended(worker))
+
+    def _how_it_ended(self, worker: Worker) -> str:
         if worker.exit_code is None:
-            return (
-                f"rank {rank} survived SIGKILL for {_ABANDON_S:g} s: pid {worker.pid} is stuck in the kernel"
-            )
+            return f"survived SIGKILL for {_ABANDON_S:g} s: it is stuck in the kernel"
         ended = exit_text(worker.exit_code)
-        if rank in self._was_killed:
-            return f"rank {rank} stopped by the launcher: killed, it had not ended within the grace period"
-        if worker.exit_code == 0 and self._stop_signal is None:
-            return f"rank {rank} had finished: {ended}"
+        if worker.env.rank in self._was_killed:
+            return "killed by the launcher: it had not ended within the grace period"
+        if worker.exit_code == 0 and worker.env.rank not in self._was_stopped:
+            return f"had finished: {ended}"
         if worker.exit_code > 0 and self._failures:
-            return f"rank {rank} stopped in consequence: {ended}"
-        return f"rank {rank} stopped by the launcher: {ended}"
+            return f"stopped in consequence: {ended}"
+        return f"stopped by the launcher: {ended}"
 
 
 def _pump(stream: Stream, selector: selectors.BaseSelector) -> None:

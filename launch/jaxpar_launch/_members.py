@@ -44,12 +44,16 @@ class End:
         host: where.
         text: what happened, in one line.
         exit_code: of the job, if it ends with this.
+        rank: that failed.
+        lost: id of the launcher that is lost.
     """
 
     kind: str
     host: str
     text: str
     exit_code: int
+    rank: int | None = None
+    lost: str = ""
 
     @property
     def costs_a_restart(self) -> bool:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from jaxpar_launch._fates import Fate
+from jaxpar_launch._fates import table as table_of_fates
 from jaxpar_launch._hang import Place, summary, table
 from jaxpar_launch._report import Failure
 
@@ -11,23 +13,39 @@ TIMEOUT_EXIT_CODE = 124  # as timeout(1)
 
 @dataclass(frozen=True)
 class Outcome:
-    """The launcher's exit code, failures (root cause first), the report.
+    """The launcher's exit code, failures (root cause first), and what its report is made of.
 
     Args:
         exit_code: 0 if all workers here are done.
         failures: of workers here.
-        report: for people; empty if all is well.
+        head: what happened, for people; empty if all is well.
+        fates: how each worker ended, of other hosts too as far as that is known.
+        first: the rank that failed first.
         is_timeout: whether it was out of time.
         is_leaving: whether this launcher was told to end.
         hang: where the workers here were, when some of the job made no progress.
+        earlier: what went before it.
     """
 
     exit_code: int
     failures: tuple[Failure, ...]
-    report: str
+    head: str
+    fates: tuple[Fate, ...] = ()
+    first: int | None = None
     is_timeout: bool = False
     is_leaving: bool = False
     hang: tuple[Place, ...] = ()
+    earlier: tuple[str, ...] = ()
+
+    @property
+    def report(self) -> str:
+        """For people; empty if all is well."""
+        if not self.head:
+            return ""
+        lines = [f"  {line}" for line in table_of_fates(self.fates, first=self.first)]
+        if self.earlier:
+            lines += ["  before that:", *(f"  - {line}" for line in self.earlier)]
+        return "\n".join([self.head, *lines])
 
     @property
     def can_restart(self) -> bool:
@@ -44,10 +62,7 @@ class Outcome:
 
     def after(self, earlier: Sequence[str]) -> "Outcome":
         """The same, with what went before it in the report of a job that failed in the end."""
-        if not earlier or not self.report:
-            return self
-        story = ["  before that:", *(f"  - {line}" for line in earlier)]
-        return replace(self, report="\n".join([self.report, *story]))
+        return replace(self, earlier=tuple(earlier))
 
 
 def hang_text(places: Sequence[Place]) -> str:

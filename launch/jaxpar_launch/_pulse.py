@@ -70,7 +70,9 @@ def claim_end(client: Store, round_: int, end: End) -> End:
 def failure_of(root: Failure) -> End:
     """A worker's failure as the other hosts are told of it."""
     text = f"rank {root.rank} on host {root.host} failed ({root.cause}{told(root)})"
-    return End(kind="failure", host=root.host, text=text, exit_code=shell_code(root.exit_code))
+    return End(
+        kind="failure", host=root.host, text=text, exit_code=shell_code(root.exit_code), rank=root.rank
+    )
 
 
 class Pulse:
@@ -181,7 +183,7 @@ class Pulse:
         """Whoever kills this launcher ends the round."""
         if state is not self._willed:
             text = f"the launcher on host {self._host} is gone: its connection ended"
-            end = asdict(End(kind="lost", host=self._host, text=text, exit_code=1))
+            end = asdict(End(kind="lost", host=self._host, text=text, exit_code=1, lost=self._id))
             self._client.leave_will(None if state is None else f"{state.round}/end", end)
             self._willed = state
 
@@ -195,9 +197,8 @@ class Pulse:
         others = {member.id: member for member in state.members if member.id != self._id}
         for who in self._freshness.stale(beats_of(self._client, others)):
             text = f"the launcher on host {others[who].host} is gone: no sign of life"
-            claim_end(
-                self._client, state.round, End(kind="lost", host=others[who].host, text=text, exit_code=1)
-            )
+            end = End(kind="lost", host=others[who].host, text=text, exit_code=1, lost=who)
+            claim_end(self._client, state.round, end)
             return
         now = State.from_wire(self._client.try_get(STATE))
         if state.members[0].id == self._id and now.newcomers and len(now.members) < self._most:

@@ -92,9 +92,8 @@ def exit_text(exit_code: int) -> str:
         return f"signal {-exit_code}"
 
 
-def failure_text(failures: tuple[Failure, ...], *, others: list[str]) -> str:
-    """The report for people: the root cause, then one line for every other rank."""
-    root = failures[0]
+def failure_text(root: Failure) -> str:
+    """The root cause, for people."""
     when = (
         time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(root.time_s))
         + f".{int(root.time_s % 1 * 1000):03d}"
@@ -108,10 +107,7 @@ def failure_text(failures: tuple[Failure, ...], *, others: list[str]) -> str:
         lines.append(f"  at {root.file}:{root.line}")
     if root.tail:
         lines += ["  last lines of its output:", *(f"  | {line}" for line in root.tail)]
-    for failure in failures[1:]:
-        told = f": {failure.message}" if failure.message else ""
-        lines.append(f"  rank {failure.rank} failed too: {failure.cause}{told}")
-    return "\n".join(lines + [f"  {line}" for line in others])
+    return "\n".join(lines)
 
 
 def _from_error_file(path: str) -> dict:

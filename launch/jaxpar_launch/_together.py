@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from jaxpar_launch._errors import RendezvousError
+from jaxpar_launch._fates import Fate, table
 from jaxpar_launch._hang import Place, summary
 from jaxpar_launch._meeting_point import meet, own_address, secret_of
 from jaxpar_launch._members import End, Member, State
@@ -99,6 +100,7 @@ class Together:
             if end is None:
                 self._update(lambda s: s.finish(End(kind="done", host="", text="", exit_code=0)))
                 return outcome, None
+            self._client.set(self._fates_of(self._me), [fate.to_wire() for fate in outcome.fates])
             state = self._update(
                 lambda s: s.end(
                     self._state.round,
@@ -109,7 +111,7 @@ class Together:
                 )
             )
         except StoreError as error:
-            raise self._gone(error) from error
+            raise self._gone(error, *table(outcome.fates, first=outcome.first)) from error
         if outcome.is_leaving:
             return outcome, None
         if state.over is not None and state.round == self._state.round:
@@ -158,9 +160,11 @@ class Together:
             if is_kept:
                 self._client.delete_prefix("")
 
-    def _gone(self, error: StoreError) -> RendezvousError:
+    def _gone(self, error: StoreError, *more: str) -> RendezvousError:
         self._is_gone = True
-        return RendezvousError(f"the rendezvous at {self._rdzv.endpoint} is gone: {error}")
+        return RendezvousError(
+            "\n  ".join([f"the rendezvous at {self._rdzv.endpoint} is gone: {error}", *more])
+        )
 
     # Gathering
 
@@ -301,14 +305,41 @@ class Together:
             self._client.wait([mine + member.id for member in self._state.members], timeout_s=_FAREWELL_S)
         said = [self._client.try_get(mine + member.id) or [] for member in self._state.members]
         places = tuple(Place(**wire) for some in said for wire in some)
-        return replace(outcome, hang=places, report=hang_text(places))
+        return replace(outcome, hang=places, head=hang_text(places))
 
     def _final(self, outcome: Outcome, over: End) -> Outcome:
         """The end of the job as this host tells it."""
-        if outcome.hang or (outcome.failures and over.host == self._me.host):
+        if outcome.hang:
             return outcome.after(self._earlier)
-        report = f"jaxpar-launch: the job has ended: {over.text}."
-        return Outcome(over.exit_code, (), report).after(self._earlier)
+        fates = self._all_fates(over) or outcome.fates
+        if outcome.first is not None and outcome.first == over.rank:
+            return replace(outcome, fates=fates).after(self._earlier)
+        tail = next((fate.tail for fate in fates if fate.rank == over.rank), ())
+        lines = [f"jaxpar-launch: the job has ended: {over.text}."]
+        if tail:
+            lines += [f"  last lines of the output of rank {over.rank}:", *(f"  | {line}" for line in tail)]
+        return Outcome(over.exit_code, (), "\n".join(lines), fates, first=over.rank).after(self._earlier)
+
+    def _all_fates(self, over: End) -> tuple[Fate, ...]:
+        """How the workers of all hosts ended, as far as their launchers say in time."""
+        members = self._state.members
+        fates: list[Fate] = []
+        with contextlib.suppress(StoreError):
+            with contextlib.suppress(StoreTimeoutError):
+                here = [self._fates_of(member) for member in members if member.id != over.lost]
+                self._client.wait(here, timeout_s=_FAREWELL_S)
+            for place, member in enumerate(members):
+                said = self._client.try_get(self._fates_of(member))
+                first = self._state.first_rank(place)
+                unknown = "not known: its launcher is gone"
+                fates += map(Fate.from_wire, said or ())
+                fates += (
+                    () if said else [Fate(first + i, member.host, 0, unknown) for i in range(member.nproc)]
+                )
+        return tuple(fates)
+
+    def _fates_of(self, member: Member) -> str:
+        return f"{self._state.round}/fates/{member.id}"
 
     def _update(self, step: Callable[[State], State]) -> State:
         """Makes a step from whatever the state is by now."""

@@ -43,7 +43,9 @@ def test_the_failed_rank_is_blamed_and_the_others_are_ended(variant: str, script
     lines = result.report.splitlines()
     assert lines[0] == "jaxpar-launch: rank 1 failed first and ended the job."
     assert cause in result.report
-    assert lines[-1].startswith("  rank 0 stopped by the launcher: signal 15 (SIGTERM)")
+    assert [line.split()[0] for line in lines[-3:]] == ["rank", "0", "1"]
+    assert lines[-2].endswith("stopped by the launcher: signal 15 (SIGTERM)")
+    assert cause in lines[-1] and lines[-1].endswith("<- failed first")
     if variant not in ("killed", "hard exit"):  # nobody can tell where those happened
         assert f"at {path}:8" in result.report
 
@@ -91,8 +93,7 @@ def test_a_worker_that_ignores_sigterm_is_killed_soon_after_a_failure(script) ->
     result = launch(path, nproc=3, timeout_s=20)
     assert time.monotonic() - start < 5
     assert result.failures[0].rank == 2
-    assert "rank 0 stopped by the launcher: killed" in result.report
-    assert "rank 1 stopped by the launcher: killed" in result.report
+    assert result.report.count("killed by the launcher: it had not ended within the grace period") == 2
 
 
 def test_children_of_workers_end_with_them(script, living, wait_until) -> None:
@@ -134,7 +135,7 @@ def test_a_hanging_job_ends_at_its_deadline_with_every_ranks_stack(script) -> No
         stuck()
     """)
     with pytest.raises(LaunchTimeoutError, match="did not end in time") as error:
-        launch(path, nproc=2, timeout_s=0.5)
+        launch(path, nproc=2, timeout_s=1.5)
     assert str(error.value).count(f'File "{path}", line 4 in stuck') == 2
 
 

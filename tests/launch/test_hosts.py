@@ -134,7 +134,17 @@ def test_after_the_last_restart_every_host_says_who_failed(hosts: Hosts) -> None
     ended = hosts.end()
     assert [code for code, _ in ended] == [1, 1]
     assert sum("rank 3 failed first and ended the job" in stderr for _, stderr in ended) >= 1
-    assert all("ValueError: boom" in stderr for _, stderr in ended)
+    for _, stderr in ended:  # the last lines of the rank that failed, and how all ranks of all hosts ended
+        assert "| ValueError: boom" in stderr
+        assert [row.split()[0] for row in table_of(stderr)] == ["0", "1", "2", "3"]
+        assert table_of(stderr)[3].endswith("exit code 1: ValueError: boom  <- failed first")
+        assert all("stopped by the launcher: signal 15 (SIGTERM)" in row for row in table_of(stderr)[:3])
+
+
+def table_of(stderr: str) -> list[str]:
+    """The rows at the end of a report."""
+    _, _, rows = stderr.partition("  rank  host")
+    return [line for line in rows.splitlines()[1:] if line.split()[:1] and line.split()[0].isdigit()]
 
 
 def test_a_host_that_comes_late_is_let_in_and_costs_no_restart(hosts: Hosts) -> None:
@@ -213,6 +223,10 @@ def test_a_launcher_that_is_silent_is_missed(hosts: Hosts) -> None:
     silent.kill()
     assert code == 1
     assert "is gone: no sign of life" in stderr
+    rows = table_of(stderr)
+    assert [row.split()[0] for row in rows] == ["0", "1", "2", "3"]
+    assert sum(row.endswith("not known: its launcher is gone") for row in rows) == 2
+    assert sum("stopped by the launcher" in row for row in rows) == 2
 
 
 def test_without_the_host_that_serves_the_rendezvous_the_others_end_and_say_so(hosts: Hosts) -> None:
@@ -225,6 +239,7 @@ def test_without_the_host_that_serves_the_rendezvous_the_others_end_and_say_so(h
     assert time.monotonic() - start < 5
     assert code == 1
     assert f"the rendezvous at {hosts.endpoint} is gone" in stderr
+    assert ["stopped by the launcher" in row for row in table_of(stderr)] == [True, True]
     hosts.wait_until(
         lambda: not any(Path(f"/proc/{p['pid']}").exists() for p in places), what="the workers' end"
     )

@@ -115,6 +115,8 @@ def test_a_failure_is_explained_from_redirected_output_and_its_error_file_kept(
     done = command("--log-dir", "logs", "--redirects", "3", script("print('last'); raise ValueError('boom')"))
     assert "exit code 1: ValueError: boom" in done.stderr
     assert "| ValueError: boom" in done.stderr or "| last" in done.stderr
+    (report,) = tmp_path.glob("logs/*/report.txt")
+    assert report.read_text() in done.stderr
     assert len(list(tmp_path.glob("logs/*/attempt_0/0/error.json"))) == 1
 
 
