@@ -51,3 +51,7 @@ class ProcessGroupError(JaxparError, RuntimeError):
 
 class DesyncError(ProcessGroupError):
     """The processes of a job disagree on mesh, program or configuration; the message names who and what."""
+
+
+class CheckpointError(JaxparError, ValueError):
+    """A checkpoint cannot be written, read, or does not fit the model; the message lists all that does not fit."""

@@ -1,6 +1,6 @@
 """The shape of the house: import arrows point down, the launcher is standard library only, one version quarantine.
 
-jaxpar_launch <- _errors <- _compat, _pytree, _module, _mean <- mesh <- ddp | fsdp | cp <- tp | pp | data | debug | _init_sharded <- train
+jaxpar_launch <- _errors <- _compat, _pytree, _module, _mean <- mesh <- ddp | fsdp | cp <- tp | pp | data | debug | checkpoint | _init_sharded <- train
 _errors <- pp._schedule (no jax) <- pp
 """
 
@@ -27,6 +27,8 @@ FOUNDATION = {
     "_record",
     "_residuals",
     "_kept",
+    "_named",
+    "_as_stored",
 }
 MAY_IMPORT = {
     "_errors": set(),
@@ -40,6 +42,8 @@ MAY_IMPORT = {
     "_spec": set(),
     "_record": {"_flat"},
     "_residuals": {"_compat", "_module"},
+    "_named": {"_errors", "_pytree", "_record", "_spec"},
+    "_as_stored": {"_named", "_record"},
     "_init_sharded": FOUNDATION,
     "mesh": FOUNDATION,
     "ddp": FOUNDATION | {"mesh"},
@@ -49,6 +53,7 @@ MAY_IMPORT = {
     "pp": FOUNDATION | {"mesh"},
     "data": FOUNDATION | {"mesh"},
     "debug": FOUNDATION | {"mesh"},
+    "checkpoint": FOUNDATION | {"mesh"},
     "train": FOUNDATION | {"mesh", "ddp", "fsdp", "tp", "cp", "pp", "data", "debug"},
 }
 NO_JAX = {"_errors"}

@@ -9,8 +9,8 @@ from typing import Any
 from flax import nnx
 
 from jaxpar._errors import ParallelizeError
+from jaxpar._named import dotted, splitting_axes
 from jaxpar._record import Record, record_of
-from jaxpar.fsdp._named import dotted, splitting_axes
 
 Path = tuple[Any, ...]
 Variable = nnx.Variable[Any]

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from jaxpar._errors import ParallelizeError
-from jaxpar.fsdp._named import NamedArray, check_no_bare_arrays, named_arrays
+from jaxpar._named import NamedArray, check_no_bare_arrays, named_arrays
 from jaxpar.fsdp._pieces import needs_gather, read
 from jaxpar.fsdp._stream import Reading, read_all
 from jaxpar.mesh import assert_same_everywhere, get_rank, warm_up

@@ -6,14 +6,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
 
+from jaxpar._as_stored import as_stored
 from jaxpar._errors import ParallelizeError
-from jaxpar._record import is_flat
-from jaxpar.fsdp._named import NamedArray, check_no_bare_arrays, dtype_of, named_arrays
+from jaxpar._named import NamedArray, check_no_bare_arrays, dtype_of, named_arrays
 
 
 def load_full_state(
@@ -60,7 +58,7 @@ def load_full_state(
         )
     present = [array for array in arrays if array.name in state]
     for array in present:
-        array.assign(_placed(array, np.asarray(state[array.name])))
+        array.assign(as_stored(array, np.asarray(state[array.name])))
     return tuple(array.name for array in arrays if array.name not in state)
 
 
@@ -83,28 +81,3 @@ def _faults(arrays: list[NamedArray], state: Mapping[str, Any], *, strict: bool)
         known = {array.name for array in arrays}
         faults += [f"{name}: unexpected, no variable has this name" for name in state if name not in known]
     return faults
-
-
-def _placed(array: NamedArray, host: np.ndarray) -> Any:
-    """The array as the variable stores it now: padded, sharded, in its memory; a copy."""
-    old = array.value
-    if not isinstance(old, jax.Array | jax.ShapeDtypeStruct):
-        return host.copy() if isinstance(old, np.ndarray) else host.item()
-    if is_flat(array.variable):
-        host = np.pad(host.reshape(-1), (0, old.shape[0] - host.size))
-    x = _put(host, old)
-    return jax.random.wrap_key_data(x, impl=_key_impl(old)) if array.is_key else x
-
-
-def _put(host: np.ndarray, old: Any) -> jax.Array:
-    is_placed = isinstance(old.sharding, NamedSharding) or getattr(old, "committed", False)
-    if not is_placed:
-        return jax.numpy.array(host)
-    # A copy of each piece: XLA:CPU may use NumPy's memory as it is, and a training step donates it.
-    return jax.make_array_from_callback(host.shape, old.sharding, lambda index: np.array(host[index]))
-
-
-def _key_impl(keys: Any) -> Any:
-    impls = []
-    jax.eval_shape(lambda k: impls.append(jax.random.key_impl(k)), keys)
-    return impls[0]

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxpar._named import splitting_axes
 from jaxpar._spec import entries
-from jaxpar.fsdp._named import splitting_axes
 from jaxpar.fsdp._stream import Piece, Reading
 from jaxpar.mesh import all_gather
 

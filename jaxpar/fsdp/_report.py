@@ -22,8 +22,8 @@ import rich.table
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from jaxpar._named import NamedArray, named_arrays, splitting_axes
 from jaxpar._record import is_flat, record_of
-from jaxpar.fsdp._named import NamedArray, named_arrays, splitting_axes
 from jaxpar.mesh import Placement, spec_to_placements
 
 # A rule below the header and above the footer, in ASCII.

@@ -16,10 +16,10 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar._errors import ParallelizeError
+from jaxpar._named import dotted
 from jaxpar._record import KEY, Record
 from jaxpar._spec import as_spec, entries
 from jaxpar.fsdp._dims import Leaf, choose_dim
-from jaxpar.fsdp._named import dotted
 from jaxpar.mesh import MeshLike, as_jax_mesh, axes_of
 from jaxpar.mesh._place import put
 
