@@ -79,7 +79,7 @@ class Store:
 
     def steps(self) -> list[int]:
         """Steps that are complete, in order."""
-        return sorted(self._manager.all_steps(read=True))
+        return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step lies."""
@@ -151,7 +151,7 @@ class Store:
 
     def _failure(self, error: Exception) -> CheckpointError:
         step, self._saving = self._saving, None
-        complete = sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
+        complete = self.steps()
         last = (
             f"the last complete one is that of step {complete[-1]}"
             if complete
