@@ -2,6 +2,8 @@
 
 import importlib
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,9 @@ PUBLIC = {
         ShardingPicture ShardingTable assert_collectives collectives count_compilations memory overlap
         topology visualize_sharding
     """,
+    "jaxpar.checkpoint": """
+        CheckpointError CheckpointManager Restored
+    """,
     "jaxpar.train": """
         TrainStep clip_grad_norm total_norm
     """,
@@ -72,10 +77,14 @@ def test_public_names_are_the_frozen_ones(module: str) -> None:
 
 
 def test_every_package_is_in_the_list_and_comes_with_jaxpar() -> None:
-    init = Path(jaxpar.__file__)
-    packages = {folder.parent.name for folder in init.parent.glob("*/__init__.py")}
+    packages = {folder.parent.name for folder in Path(jaxpar.__file__).parent.glob("*/__init__.py")}
     assert packages == {module.removeprefix("jaxpar.") for module in PUBLIC if module.startswith("jaxpar.")}
-    assert all(f"from jaxpar import {name} as {name}\n" in init.read_text() for name in packages)
+    assert all(inspect.ismodule(getattr(jaxpar, name)) for name in packages)
+
+
+def test_orbax_is_imported_only_if_checkpoints_are_used() -> None:
+    code = "import sys, jaxpar; assert not any(m.startswith('orbax') for m in sys.modules); jaxpar.checkpoint.CheckpointManager"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 @pytest.mark.parametrize("module", PUBLIC)

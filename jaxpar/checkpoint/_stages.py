@@ -25,7 +25,8 @@ class StageArrayHandler(type_handlers.ArrayHandler):
 
     async def serialize(self, values: Sequence[Any], infos: Any, args: Any = None) -> Any:
         """Writes this process's parts of the arrays."""
-        return await super().serialize([_view(x) for x in values], infos, args)
+        views: Any = [_view(x) for x in values]
+        return await super().serialize(views, infos, args)
 
     async def deserialize(self, infos: Any, args: Any = None) -> Any:
         """Reads this process's parts; an array with none is made without reading."""

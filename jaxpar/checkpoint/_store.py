@@ -63,7 +63,7 @@ class Store:
         }
         options = ocp.CheckpointManagerOptions(
             preservation_policy=_policy(keep, keep_every, best),
-            enable_async_checkpointing=is_async,
+            enable_async_checkpointing=True,  # also if each save is waited for: its commit can be prepared
             async_options=ocp.AsyncOptions(
                 timeout_secs=round(timeout_s), post_finalization_callback=self._before_commit
             ),
@@ -72,6 +72,7 @@ class Store:
         )
         handlers["contents"] = ocp.JsonCheckpointHandler()
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             self._manager = ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handlers)
         except OSError as error:
             raise CheckpointError(f"the folder {folder} cannot be used for checkpoints: {error}.") from error

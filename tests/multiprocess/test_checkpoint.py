@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
-from rig import run
+from rig import run  # pyright: ignore[reportMissingImports]
 
 from jaxpar.checkpoint import CheckpointManager
 from jaxpar_launch import launch

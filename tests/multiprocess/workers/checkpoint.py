@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "checkpoint"))
-from rig import Run, run
+from rig import Run, run  # pyright: ignore[reportMissingImports]
 
 import jaxpar
 from jaxpar._named import named_arrays
