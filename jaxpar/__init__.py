@@ -3,7 +3,6 @@
 import importlib
 import typing as _typing
 
-
 from jaxpar import cp as cp
 from jaxpar import data as data
 from jaxpar import ddp as ddp
