@@ -47,6 +47,8 @@ class Together:
         self._spec, self._inbox, self._rdzv = spec, inbox, spec.rendezvous
         endpoint, conf = self._rdzv.endpoint, self._rdzv.conf
         token = secret_of(spec.run_id, secret)
+        if self._rdzv.local_addr is not None:
+            own_address(endpoint, self._rdzv.local_addr)  # a wrong one is refused before anyone is met
         self._server, self._client = meet(self._rdzv, run_id=spec.run_id, token=token)
         self._me = Member(
             id=os.urandom(8).hex(),

@@ -142,6 +142,8 @@ class WorkerEnv:
             value = getattr(self, name)
             if value is not None:
                 environ[variable] = ",".join(map(str, value)) if kind is tuple else str(value)
+        if self.error_file is not None:  # for torchelastic's own `@record`, of the same format
+            environ["TORCHELASTIC_ERROR_FILE"] = self.error_file
         if self.local_device_ids is not None:
             # For programs that never call jax.distributed.initialize(): without it every worker would
             # reserve memory on every GPU. The numbers count within CUDA_VISIBLE_DEVICES, which stays as it is.

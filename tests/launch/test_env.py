@@ -58,6 +58,7 @@ def test_torchruns_variables_have_torchruns_meaning() -> None:
         "TORCHELASTIC_RESTART_COUNT": "1",
         "TORCHELASTIC_MAX_RESTARTS": "3",
         "TORCHELASTIC_RUN_ID": "job7",
+        "TORCHELASTIC_ERROR_FILE": "/tmp/error.json",
     }
     assert {name: environ[name] for name in expected} == expected
 

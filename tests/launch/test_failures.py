@@ -1,5 +1,6 @@
 """The first failure ends the group within 5 s and is reported as the root cause (case LJ-5)."""
 
+import socket
 import time
 
 import pytest
@@ -125,6 +126,25 @@ def test_a_lost_peer_is_never_blamed_before_the_peer() -> None:
     )  # fmt: skip
     culprit = Failure(rank=1, local_rank=1, exit_code=-9, time_s=1.2, message=None, **common)
     assert [failure.rank for failure in ranked([victim, culprit, aborted])] == [1, 0, 2]
+
+
+def test_of_several_failures_the_earliest_is_the_cause() -> None:
+    common = dict(host="h", pid=1, exit_code=1, message="ValueError", file=None, line=None, tail=())
+    failures = [
+        Failure(rank=rank, local_rank=rank, time_s=time_s, **common)
+        for rank, time_s in enumerate((3.0, 1.0, 2.0))
+    ]
+    assert [failure.rank for failure in ranked(failures)] == [1, 2, 0]
+
+
+def test_a_failure_says_which_process_it_was(script) -> None:
+    path = script("import os, time; print(os.getpid(), time.time()); os._exit(7)")
+    result = launch(path, timeout_s=20)
+    pid, ended = result.output[0].split()
+    (failure,) = result.failures
+    assert (failure.rank, failure.local_rank, failure.pid, failure.exit_code) == (0, 0, int(pid), 7)
+    assert failure.host == socket.gethostname() and 0 <= failure.time_s - float(ended) < 5
+    assert f"host {failure.host}, pid {pid}, at " in result.report
 
 
 def test_a_hanging_job_ends_at_its_deadline_with_every_ranks_stack(script) -> None:

@@ -182,6 +182,45 @@ def test_with_a_fixed_number_of_hosts_one_that_leaves_ends_the_job(hosts: Hosts)
     assert "the job has ended: the launcher on host" in told
 
 
+def test_hosts_leave_and_come_back_within_the_bounds(hosts: Hosts) -> None:
+    for _ in range(4):
+        hosts.start(nnodes="2:4", nproc=1)
+    check_places(hosts.await_round(0, 4), nproc=1)
+    leaving = hosts.all.pop(1 - min(serving(hosts), 1))
+    leaving.send_signal(signal.SIGTERM)
+    check_places(hosts.await_round(1, 3), nproc=1)
+    assert leaving.wait(timeout=10) == 143
+    hosts.start(nnodes="2:4", nproc=1)
+    again = hosts.await_round(2, 4)
+    check_places(again, nproc=1)
+    assert {p["TORCHELASTIC_RESTART_COUNT"] for p in again} == {"0"}
+    hosts.say("done")
+    assert [code for code, _ in hosts.end()] == [0] * 4
+
+
+EARLY = """
+import os, sys, time
+host, attempt = os.environ["GROUP_RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+open(f"ran.{host}.{attempt}", "w").close()
+if (host, attempt) == ("1", "0"):
+    while not os.path.exists("ran.0.0"):
+        time.sleep(0.02)
+    time.sleep(0.5)   # the other host's worker has ended well by now
+    raise ValueError("boom")
+"""
+
+
+def test_a_host_that_is_done_waits_for_the_others_and_starts_again_with_them(hosts: Hosts, script) -> None:
+    hosts.script = script(EARLY, name="early.py")
+    for _ in range(2):
+        hosts.start("--max-restarts", 1, nproc=1)
+    ended = hosts.end()
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert all("restart 1 of 1" in stderr for _, stderr in ended)
+    ran = sorted(path.name for path in hosts.folder.glob("ran.*"))
+    assert ran == ["ran.0.0", "ran.0.1", "ran.1.0", "ran.1.1"]
+
+
 def serving(hosts: Hosts) -> int:
     """Which launcher serves the rendezvous."""
     inodes = {

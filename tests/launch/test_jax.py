@@ -31,6 +31,25 @@ def test_initialize_without_arguments_and_a_sum_over_two_processes_of_two_device
         assert f"rank {rank} of 2 devices 2 sum 4.0" in result.output[rank]
 
 
+TORCHRUN_STYLE = """
+import os
+import jax
+from jax.experimental import multihost_utils
+
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+address = os.environ["MASTER_ADDR"] + ":" + os.environ["MASTER_PORT"]
+jax.distributed.initialize(address, num_processes=world_size, process_id=rank)
+ranks = multihost_utils.process_allgather(jax.numpy.asarray(jax.process_index()))
+print("local rank", os.environ["LOCAL_RANK"], "of", jax.process_count(), "sees", ranks.tolist())
+"""
+
+
+def test_a_script_that_reads_torchruns_variables_only(script) -> None:
+    result = launch(script(TORCHRUN_STYLE), nproc=2, timeout_s=60).check()
+    for rank in (0, 1):
+        assert f"local rank {rank} of 2 sees [0, 1]" in result.output[rank]
+
+
 def test_an_exception_in_one_rank_ends_the_other_in_its_collective_and_is_blamed(script) -> None:
     path = script(PSUM)
     result = launch([path, "fail"], nproc=2, timeout_s=60)

@@ -140,6 +140,18 @@ def test_a_program_can_record_its_failure_itself(how: str, script) -> None:
     assert "Traceback (most recent call last)" in "".join(result.output)
 
 
+def test_the_error_file_of_torchelastics_own_record_is_read(script) -> None:
+    path = script("""
+        import json, os, sys, time
+        extra = {"py_callstack": "Traceback ...", "timestamp": str(int(time.time()))}
+        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+            json.dump({"message": {"message": "ValueError: boom", "extraInfo": extra}}, file)
+        os._exit(1)
+    """)
+    result = launch([sys.executable, path], kind="program", timeout_s=20)
+    assert "exit code 1: ValueError: boom" in result.report
+
+
 def test_outside_a_launcher_record_changes_nothing(monkeypatch) -> None:
     from jaxpar_launch.errors import install_excepthook, record
 

@@ -105,8 +105,10 @@ def test_a_killed_launcher_takes_workers_and_their_children_along(job, living, w
 
 def test_usr1_is_passed_on_once_and_ends_nobody(job) -> None:
     process = job("obeys")
+    start = time.monotonic()
     process.send_signal(signal.SIGUSR1)
     got = sorted(process.stdout.readline() for _ in range(2))
+    assert time.monotonic() - start < 1
     assert got == ["[rank 0] SIGUSR1\n", "[rank 1] SIGUSR1\n"]
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
