@@ -49,5 +49,9 @@ def _block(spec: LaunchSpec, env: WorkerEnv, inherited: Mapping[str, str]) -> st
     new = {name: value for name, value in environ.items() if inherited.get(name) != value}
     variables = [f"{name}={shlex.quote(value)} \\" for name, value in sorted(new.items())]
     return "\n".join(
-        [f"# rank {env.rank} of {env.world_size}", *variables, shlex.join(spec.argv("ERROR_FILE"))]
+        [
+            f"# rank {env.rank} of {env.world_size}",
+            *variables,
+            shlex.join(spec.argv("ERROR_FILE", local_rank=env.local_rank)),
+        ]
     )

@@ -83,15 +83,19 @@ class LaunchSpec:
         """Whether output goes to files that stay."""
         return bool(self.log_dir or self.redirects or self.tee)
 
-    def argv(self, error_file: str) -> list[str]:
-        """The command of one worker; Python workers run inside `_run.py`, which records their failure."""
-        command = self.command or ()
+    def argv(self, error_file: str, *, local_rank: int = 0) -> list[str]:
+        """The command of one worker; Python workers run inside `_run.py`, which records their failure.
+
+        In arguments of a script, "${local_rank}" is replaced, as torchrun does.
+        """
+        name, *arguments = self.command or ("",)
+        command = [name, *(text.replace("${local_rank}", str(local_rank)) for text in arguments)]
         if self.kind == "program":
-            return list(command)
+            return command
         kind = self.kind
         if kind == "function":
             value_file = os.path.join(os.path.dirname(error_file), VALUE_FILE)
-            kind, command = "script", (_CALLED, *command, value_file)
+            kind, command = "script", [_CALLED, *command, value_file]
         return [self.python, _RUNNER, error_file, kind, *command]
 
     def local_device_ids(self, local_rank: int) -> tuple[int, ...] | None:

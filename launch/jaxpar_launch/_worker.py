@@ -78,7 +78,7 @@ class Worker:
         streams = [output.stream for output in (stdout, stderr) if output.stream is not None]
         try:
             process = subprocess.Popen(
-                spec.argv(os.path.join(folder, "error.json")),
+                spec.argv(os.path.join(folder, "error.json"), local_rank=env.local_rank),
                 env=dict(environ),
                 stdin=None if spec.nproc == 1 and console.is_shown else subprocess.DEVNULL,
                 stdout=stdout.target,

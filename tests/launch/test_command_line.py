@@ -198,6 +198,11 @@ def test_the_scripts_arguments_stay_untouched(arguments: list[str], command, scr
     assert (done.returncode, done.stdout) == (0, f"{[str(path), *arguments]}\n")
 
 
+def test_the_local_rank_may_stand_in_an_argument_of_the_script(command) -> None:
+    done = command("--nproc-per-node", 2, "--no-python", "echo", "gpu${local_rank}/${x}")
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] gpu0/${x}", "[rank 1] gpu1/${x}"]
+
+
 def test_module_program_and_script(command, script) -> None:
     script("import os, sys; print(__name__, os.environ['RANK'], sys.argv[1:])", name="package/train.py")
     assert command("-m", "package.train", "--lr", "3").stdout == "__main__ 0 ['--lr', '3']\n"

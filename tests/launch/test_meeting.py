@@ -8,7 +8,7 @@ import pytest
 
 from jaxpar_launch import LaunchSpec, LaunchSpecError, RendezvousConf, RendezvousError, RendezvousSpec, launch
 from jaxpar_launch._meeting_point import secret_of
-from jaxpar_launch._members import End, State
+from jaxpar_launch._members import End, Member, State
 from jaxpar_launch._ports import PortReservation
 from jaxpar_launch._pulse import STATE
 from jaxpar_launch.store import StoreClient, StoreServer
@@ -61,6 +61,15 @@ def test_where_nobody_serves_it_is_said_in_time() -> None:
     ):
         launch(spec("192.0.2.1:29400"), timeout_s=20)  # an address of nobody's (RFC 5737)
     assert time.monotonic() - start < 6
+
+
+def test_hosts_do_not_meet_at_an_address_that_leads_nowhere() -> None:
+    other = Member(id="x", host="elsewhere", address="10.0.0.1", nproc=1)
+    with serving(State(members=(other,)), token=secret_of("none", None)) as endpoint:
+        with pytest.raises(
+            RendezvousError, match="would meet the others at a loopback address.*Write an --rdzv-endpoint"
+        ):
+            launch(spec(endpoint), timeout_s=20)
 
 
 def test_an_address_of_another_host_cannot_be_this_ones() -> None:
