@@ -1,28 +1,33 @@
-"""Time from the command to a worker's first line, and from a worker's death to all running again: against torchrun.
+"""Time from the command to a worker's first line, and from a worker's death to all doing again what they did: against torchrun.
 
     t0  exec of `python -m jaxpar_launch ...` or `python -m torch.distributed.run ...`
     t1  the first line of a worker that only prints arrives here
 
     t0  SIGKILL of one of two workers, with --max-restarts 1
-    t1  both print again
+    t1  both print again: at once; after a collective over both (jaxpar, or PyTorch with Gloo); or after a training step,
+        with and without --compilation-cache-dir
 
 Both run in the same Python, so that both pay the same interpreter start: this one if it has torch (the
 `bench` extra), else the one given by `--torch-python`. Without torch the time is printed without baseline.
 """
 
 import argparse
+import contextlib
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from _common import Result, emit, interleave
 
-LAUNCH_FOLDER = Path(__file__).resolve().parents[1] / "launch"
+HERE = Path(__file__).resolve().parent
+PATHS = f"{HERE.parent / 'launch'}:{HERE.parent}"
 WORKER = "import os\nprint('first line of rank', os.environ['RANK'], flush=True)\n"
 # Prints, and waits for its end in the first attempt.
 PATIENT = """import os, time
@@ -30,7 +35,7 @@ print("worker", os.getpid(), flush=True)
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     time.sleep(60)
 """
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,6 +55,8 @@ def main(argv: list[str] | None = None) -> int:
         options = {"has_torch": has_torch, "rounds": rounds, "budget_s": budget_s}
         results = [_compare(nproc, args.torch_python, script, **options) for nproc in (1, 2)]
         results.append(_compare_restarts(args.torch_python, patient, **options))
+        results.append(_compare_collectives(args.torch_python, **options))
+        results.append(_compare_steps(Path(folder) / "programs", rounds=rounds, budget_s=budget_s))
         return emit(*results)
 
 
@@ -69,6 +76,40 @@ def _compare_restarts(python: str, script: Path, *, has_torch: bool, rounds: int
     return _result("2 workers", "SIGKILL of one to both running again", medians, "ratio <= 1")
 
 
+def _compare_collectives(python: str, *, has_torch: bool, rounds: int, budget_s: float) -> Result:
+    contenders = {
+        "jaxpar-launch": lambda: restart_s(_restarting(sys.executable, "_restart_jax.py", "collective"))
+    }
+    if has_torch:
+        torchrun = _restarting(python, "_restart_torch.py", module="torch.distributed.run")
+        contenders["torchrun"] = lambda: restart_s(torchrun)
+    medians = interleave(contenders, rounds=rounds, warmups=0, budget_s=budget_s)
+    return _result("2 workers", "SIGKILL of one to the first collective done again", medians, None)
+
+
+def _compare_steps(folder: Path, *, rounds: int, budget_s: float) -> Result:
+    kept = _restarting(sys.executable, "--compilation-cache-dir", str(folder), "_restart_jax.py", "step")
+    anew = _restarting(sys.executable, "_restart_jax.py", "step")
+    contenders = {"kept": lambda: restart_s(kept), "anew": lambda: restart_s(anew)}
+    medians = interleave(contenders, rounds=rounds, warmups=0, budget_s=budget_s)
+    return Result(
+        "launch",
+        "2 workers, kept programs",
+        "SIGKILL of one to the first step done again",
+        medians["kept"] * 1e3,
+        "ms",
+        baseline="compiled anew",
+        baseline_value=medians["anew"] * 1e3,
+        target="ratio < 1",
+    )
+
+
+def _restarting(python: str, *arguments: str, module: str = "jaxpar_launch") -> list[str]:
+    """The command that runs a script of this folder in two workers, and once more."""
+    paths = [str(HERE / word) if word.endswith(".py") else word for word in arguments]
+    return [python, "-m", module, "--nproc-per-node", "2", "--max-restarts", "1", *paths]
+
+
 def _both(
     python: str, options: list[str], measure: Callable[[list[str]], float], *, has_torch: bool
 ) -> dict[str, Callable[[], float]]:
@@ -81,7 +122,7 @@ def _both(
     }
 
 
-def _result(config: str, metric: str, medians: dict[str, float], target: str) -> Result:
+def _result(config: str, metric: str, medians: dict[str, float], target: str | None) -> Result:
     return Result(
         "launch",
         config,
@@ -111,10 +152,10 @@ def restart_s(command: list[str]) -> float:
     """Seconds from the SIGKILL of a worker to the last line of two that started in its place."""
     with _started(command) as process:
         assert process.stdout is not None
-        first = [_worker(process.stdout.readline()) for _ in range(2)]
+        first = _two_workers(process.stdout)
         start = time.perf_counter()
         os.kill(first[0], signal.SIGKILL)
-        again = [_worker(process.stdout.readline()) for _ in range(2)]
+        again = _two_workers(process.stdout)
         elapsed_s = time.perf_counter() - start
         _, errors = process.communicate(timeout=LIMIT_S)
     if set(first) & set(again) or process.returncode != 0:
@@ -122,19 +163,30 @@ def restart_s(command: list[str]) -> float:
     return elapsed_s
 
 
-def _worker(line: str) -> int:
-    """The process that printed a line; launchers put a prefix before it."""
-    return int(line.rsplit("worker", 1)[1])
+def _two_workers(lines: Iterable[str]) -> list[int]:
+    """The processes that print the next two lines of that kind; launchers put a prefix before them, Gloo its own between."""
+    said = (line.rsplit("worker", 1)[1] for line in lines if "worker" in line)
+    return [int(process) for process in itertools.islice(said, 2)]
 
 
-def _started(command: list[str]) -> "subprocess.Popen[str]":
+@contextlib.contextmanager
+def _started(command: list[str]) -> "Iterator[subprocess.Popen[str]]":
     environ = {
         "PATH": "/usr/bin:/bin",
-        "PYTHONPATH": str(LAUNCH_FOLDER),
+        "PYTHONPATH": PATHS,
         "OMP_NUM_THREADS": "1",
         "JAX_PLATFORMS": "cpu",
+        # torchrun (2.13) keeps the store of a lost round, in which workers that start again find the old round's keys.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environ, **pipes) as process:
+        limit = threading.Timer(LIMIT_S, process.kill)  # its output ends then, and whoever reads it fails
+        limit.start()
+        try:
+            yield process
+        finally:
+            limit.cancel()
 
 
 def _has_torch(python: str) -> bool:

@@ -1,0 +1,14 @@
+"""Worker of launch.py: the same first collective in PyTorch, over Gloo."""
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+print("worker", os.getpid(), flush=True)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    time.sleep(60)
+dist.destroy_process_group()
