@@ -46,7 +46,8 @@ PUBLIC = {
         merge_backward pipeline plan_of render schedule_names simulate with_bubbles without_bubbles
     """,
     "jaxpar.data": """
-        DistributedSampler global_batch join pad_batch
+        BatchRows DataLoader DistributedSampler GrainSource PrefetchIterator global_batch join pad_batch
+        prefetch_to_device
     """,
     "jaxpar.debug": """
         Collective CollectiveTable CompilationCount MemoryUse OverlapReport ScheduledCollective

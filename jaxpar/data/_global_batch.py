@@ -86,7 +86,7 @@ def _total_rows(batch: PyTree, mesh: MeshLike, batch_axes: str | tuple[str, ...]
     axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
     num_positions = axis_size(mesh, axes)
     rows = num_rows(batch, caller="global_batch")
-    here = _positions_here(_sharding(mesh, axes), num_positions)
+    here = len(fed_positions(mesh, axes))
     if rows % here:
         raise BatchError(_does_not_divide(rows, here, axes, num_positions, as_jax_mesh(mesh)))
     return rows // here * num_positions
@@ -112,16 +112,22 @@ def _check_local(batch: PyTree) -> None:
             )
 
 
-def _positions_here(sharding: NamedSharding, num_positions: int) -> int:
-    """How many different slices of dim 0 the devices of this process hold."""
-    slices = sharding.addressable_devices_indices_map((num_positions,)).values()
-    here = len({(index[0].start or 0) for index in slices if index is not None})
-    if here == 0:
+def fed_positions(mesh: MeshLike, batch_axes: str | tuple[str, ...]) -> list[int]:
+    """The positions on the batch axes that this process's devices hold, in order: it feeds their rows of dim 0.
+
+    Raises:
+        BatchError: This process has no device in the mesh.
+        MeshError: An axis is not in the mesh.
+    """
+    sharding = _sharding(mesh, batch_axes)
+    slices = sharding.addressable_devices_indices_map((axis_size(mesh, batch_axes),)).values()
+    positions = sorted({(index[0].start or 0) for index in slices if index is not None})
+    if not positions:
         raise BatchError(
             f"global_batch: process {jax.process_index()} has no device in the mesh {dict(sharding.mesh.shape)}, so it"
             " has no rows of the batch to feed."
         )
-    return here
+    return positions
 
 
 def _does_not_divide(

@@ -14,13 +14,14 @@ ranks the rest of the order is split the same way, from the point up to which al
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
 
 from jaxpar._errors import BatchError
 from jaxpar.data._order import DataState, SharedOrder
+from jaxpar.data._plan import BatchRows, plan_batches
 from jaxpar.mesh import get_rank, get_world_size
 
 
@@ -141,6 +142,28 @@ class DistributedSampler:
         if self.length == 0:
             return np.empty(0, np.int64)
         return self._order.samples()[self._positions() % self.length]
+
+    def batches(self, global_batch_size: int) -> Sequence[BatchRows]:
+        """The rest of the epoch in global batches: this rank's rows of each, a block of neighbours in the batch.
+
+        Another split than that of `indices`, which deals single samples in turn: joined in the order of the ranks
+        (`global_batch`), the rows are the batch of one process, under any number of ranks. If ranks do not divide a
+        batch, or for the last one, rows are filled up and masked.
+
+        Args:
+            global_batch_size: Samples of all ranks in one step.
+
+        Raises:
+            BatchError: The size is no count.
+        """
+        return plan_batches(
+            self._order,
+            global_batch_size,
+            positions=[self.rank],
+            num_positions=self.num_replicas,
+            drop_last=self.drop_last,
+            caller="DistributedSampler.batches",
+        )
 
     def mask(self) -> np.ndarray:
         """bool[len(self)]: False where the sample repeats one that is read elsewhere, to reach equal lengths.
