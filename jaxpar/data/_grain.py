@@ -28,10 +28,11 @@ class GrainSource:
         dataset: Without `filter`, after which nobody could say how many samples there are.
         num_threads: Samples that are read at a time, in this process; 0 reads in the loader's own thread.
         num_workers: Processes that prepare whole batches in turn, in place of threads: for maps that spend their time
-            in Python. The data set is pickled; under spawn, the script needs `if __name__ == "__main__"`.
+            in Python. They are spawned: the data set is pickled, and the script needs `if __name__ == "__main__"`.
 
     Raises:
-        BatchError: Grain is not installed, the data set is no `MapDataset`, or (reading) a sample is filtered out.
+        BatchError: Grain is not installed or not ready for workers, the data set is no `MapDataset`, a number is
+            negative, or (reading) a sample is filtered out.
 
     Example:
         >>> import grain
@@ -55,6 +56,7 @@ class GrainSource:
                 " cannot be dealt to processes. Give the MapDataset before to_iter_dataset(), or shard and batch by"
                 " Grain itself and write prefetch_to_device(iter(dataset), mesh, batch_axes)."
             )
+        _check_readers(num_threads, num_workers)
         self._dataset = dataset
         self._num_threads = num_threads
         self._num_workers = num_workers
@@ -104,6 +106,22 @@ class _PlannedSamples:
                 " grain.MapDataset.source([i for i in range(len(dataset)) if keep(i)])."
             )
         return sample
+
+
+def _check_readers(num_threads: int, num_workers: int) -> None:
+    if num_threads < 0 or num_workers < 0:
+        raise BatchError(
+            f"GrainSource: num_threads={num_threads}, num_workers={num_workers}, but both are counts; num_threads=0 reads"
+            " in the loader's own thread, num_workers=0 in this process."
+        )
+    if num_workers:
+        from absl import flags  # Grain brings it
+
+        if not flags.FLAGS.is_parsed():
+            raise BatchError(
+                f"GrainSource: num_workers={num_workers}, but Grain's processes are told flags of absl, and this"
+                " program has not parsed any. Write absl.flags.FLAGS.mark_as_parsed() first, or start by absl.app.run."
+            )
 
 
 def _import_grain() -> ModuleType:

@@ -28,12 +28,13 @@ class DataLoader:
     fill up the last batch, or a batch that does not divide over the devices, are masked.
 
         for epoch in range(loader.epoch, num_epochs):
-            for (tokens, mask) in loader:
+            for tokens, mask in loader:
                 step({"tokens": tokens, "mask": mask})           loss: Mean((losses * mask).sum(), mask.sum())
                 save(..., data_state=loader.state_dict())        with this batch counted, and none that is read ahead
 
-    A pass begins where the loader is: at first, after a `break` or after `load_state_dict` that is inside an epoch. At
-    the end of an epoch it goes to the next by itself.
+    A pass begins where the loader is: after a `break` or `load_state_dict` that is inside an epoch. At the end of an
+    epoch it goes to the next by itself. For so many steps write `zip(range(steps), loader)`: the other way round, zip
+    takes a batch that nobody sees.
 
     Args:
         dataset: An array, a dict, tuple or list of arrays [N, ...]; or a data set with `len()` and `dataset[i]`, whose
