@@ -9,6 +9,8 @@ shared order ----> plan ----> source ----> global_batch ----> loop
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
+import jax
+
 from jaxpar._pytree import PyTree
 from jaxpar.data._background import Background
 from jaxpar.data._global_batch import fed_positions, global_batch
@@ -17,7 +19,7 @@ from jaxpar.data._order import DataState, SharedOrder
 from jaxpar.data._plan import BatchPlan, BatchRows, plan_batches
 from jaxpar.data._prefetch import check_size
 from jaxpar.data._source import as_source
-from jaxpar.mesh import MeshLike, axis_size
+from jaxpar.mesh import MeshLike, as_jax_mesh, assert_same_everywhere, axis_size
 
 
 class DataLoader:
@@ -33,8 +35,8 @@ class DataLoader:
                 save(..., data_state=loader.state_dict())        with this batch counted, and none that is read ahead
 
     A pass begins where the loader is: after a `break` or `load_state_dict` that is inside an epoch. At the end of an
-    epoch it goes to the next by itself. For so many steps write `zip(range(steps), loader)`: the other way round, zip
-    takes a batch that nobody sees.
+    epoch it goes to the next by itself. Before a pass the processes of the mesh compare where they are. For so many
+    steps write `zip(range(steps), loader)`: the other way round, zip takes a batch that nobody sees.
 
     Args:
         dataset: An array, a dict, tuple or list of arrays [N, ...]; or a data set with `len()` and `dataset[i]`, whose
@@ -52,6 +54,7 @@ class DataLoader:
     Raises:
         BatchError: The data set has no length, or a size is no count.
         MeshError: An axis is not in the mesh.
+        DesyncError: (on a pass) Processes disagree on the data, its order, the epoch or the offset.
 
     Example:
         >>> import jaxpar, numpy as np
@@ -89,6 +92,7 @@ class DataLoader:
         self._num_ahead = num_ahead
         self._to_devices = to_devices
         self._wait = InputWait()
+        self._pass: Background[tuple[PyTree, PyTree, DataState]] | None = None
         self._plan()  # tells wrong sizes here and not in the first pass
 
     @property
@@ -103,14 +107,18 @@ class DataLoader:
 
     def __iter__(self) -> Iterator[tuple[PyTree, PyTree]]:
         """From where the loader is to the end of the epoch."""
-        items = Background(self._make(self._plan()), size=self._num_ahead, wait=self._wait)
+        self._agree()
+        items = self._pass = Background(self._make(self._plan()), size=self._num_ahead, wait=self._wait)
         try:
             for batch, mask, state in items:
+                if self._pass is not items:
+                    return
                 self._order.offset = state["offset"]
                 yield batch, mask
         finally:
             items.close()
-        self._order.set_epoch(self._order.epoch + 1)
+        if self._pass is items:
+            self._order.set_epoch(self._order.epoch + 1)
 
     def state_dict(self) -> DataState:
         """Where to go on after the batch that was handed out last, whatever was read ahead since.
@@ -123,12 +131,13 @@ class DataLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next pass goes on there, on any number of processes and with any `global_batch_size`.
 
-        A state of `DistributedSampler` serves too.
+        A pass that is under way ends. A state of `DistributedSampler` serves too.
 
         Raises:
             BatchError: It is the state of another data set, seed or shuffle, or none at all.
         """
         self._order.load(state, caller="DataLoader.load_state_dict")
+        self._pass = None
 
     def wait_metrics(self) -> dict[str, float]:
         """How long the loop has waited for input since the last call: for a step's metrics, or those of many.
@@ -138,6 +147,13 @@ class DataLoader:
             Measured on the host: while steps are in flight on the devices, a wait may cost nothing.
         """
         return self._wait.metrics()
+
+    def _agree(self) -> None:
+        """All processes go on at the same point of the same order; a mesh of some processes only is not compared."""
+        processes = {device.process_index for device in as_jax_mesh(self._mesh).devices.flat}
+        if 1 < len(processes) == jax.process_count():
+            facts = {"state": str(self.state_dict()), "global_batch_size": str(self._global_batch_size)}
+            assert_same_everywhere("a pass of DataLoader", facts | {"drop_last": str(self._drop_last)})
 
     def _plan(self) -> BatchPlan:
         return plan_batches(
@@ -168,7 +184,8 @@ def _read(host_batches: Iterator[PyTree], rows: BatchRows) -> PyTree:
     try:
         return next(host_batches)
     except Exception as error:
+        shown = ", ".join(map(str, rows.indices[:8])) + (", ..." if len(rows.indices) > 8 else "")
         error.add_note(
-            f"jaxpar.data.DataLoader: while reading samples {rows.indices.tolist()} of epoch {rows.state['epoch']}"
+            f"jaxpar.data.DataLoader: while reading samples {shown} of epoch {rows.state['epoch']}"
         )
         raise

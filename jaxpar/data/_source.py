@@ -39,7 +39,7 @@ def as_source(dataset: Any) -> Source:
     if isinstance(dataset, GrainSource):
         return dataset
     grain = sys.modules.get("grain")  # who has a data set of Grain's has imported it
-    if grain is not None and isinstance(dataset, (grain.MapDataset, grain.IterDataset)):
+    if isinstance(dataset, (getattr(grain, "MapDataset", ()), getattr(grain, "IterDataset", ()))):
         return GrainSource(dataset)
     if isinstance(dataset, (np.ndarray, jax.Array, dict, tuple, list)):
         return _Columns(dataset)

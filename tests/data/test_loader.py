@@ -48,7 +48,7 @@ class Counted:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, i: int) -> dict[str, np.generic]:
         self.num_reads += 1
         time.sleep(self._duration_s)
         if i == self._fails_at:
@@ -146,6 +146,19 @@ def test_a_pass_goes_on_after_a_break_and_epochs_follow_each_other() -> None:
     assert second[0] != first
 
 
+def test_a_state_that_is_loaded_in_a_pass_ends_it_and_so_does_another_pass() -> None:
+    loader = make(np.arange(30), 10)
+    begin, seen = loader.state_dict(), []
+    for item in loader:
+        seen.append(real(*item))
+        if len(seen) == 2:
+            loader.load_state_dict(begin)
+    assert len(seen) == 2 and loader.state_dict() == begin
+    first, second = iter(loader), iter(loader)
+    assert [real(*next(first)), real(*next(second))] == seen
+    assert next(first, None) is None and len(list(second)) == 1 and loader.epoch == 1
+
+
 def test_the_epochs_of_a_resumed_loader_are_those_of_one_that_went_through() -> None:
     through, resumed = make(np.arange(30), 10), make(np.arange(30), 10)
     expected = [real(*item) for _ in range(3) for item in through]
@@ -167,10 +180,10 @@ def test_drop_last_leaves_out_a_batch_that_is_not_full() -> None:
 
 def test_columns_samples_and_many_samples_at_once_are_the_same_batches(tmp_path) -> None:
     class AtOnce(Counted):
-        def __getitems__(self, indices: list[int]) -> list[dict[str, np.ndarray]]:
+        def __getitems__(self, indices: list[int]) -> list[dict[str, np.generic]]:
             return [Counted.__getitem__(self, i) for i in indices]
 
-        def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        def __getitem__(self, i: int) -> dict[str, np.generic]:
             raise AssertionError("one by one")
 
     numbers = np.arange(20, dtype=np.int32)
@@ -197,7 +210,9 @@ def test_an_error_comes_up_in_the_place_of_its_batch_and_says_which(num_ahead: i
         for batch, _ in loader:
             seen.append(np.asarray(batch["i"])[0])
     assert seen == [0, 10] and loader.state_dict()["offset"] == 20
-    assert "DataLoader: while reading samples [20, 21," in "".join(raised.value.__notes__)
+    assert "DataLoader: while reading samples 20, 21, 22, 23, 24, 25, 26, 27, ... of epoch 0" in "".join(
+        raised.value.__notes__
+    )
 
 
 def test_the_thread_ends_when_the_loop_raises_and_when_an_iterator_is_forgotten() -> None:

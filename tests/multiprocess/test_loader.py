@@ -58,6 +58,12 @@ def test_each_process_feeds_the_rows_of_its_devices(two: list[dict]) -> None:
     assert fed["tp, dp"] == fed["dp, tp over processes"] == [batch, batch]
 
 
+def test_processes_that_would_read_different_orders_are_told_apart(two: list[dict]) -> None:
+    for rows in two:
+        assert "disagree before a pass of DataLoader" in rows["desync"]
+        assert re.search(r"state: ranks \[0\]: .*'seed': 0.*; ranks \[1\]: .*'seed': 1", rows["desync"])
+
+
 def test_the_state_is_the_same_everywhere_and_one_process_goes_on_from_it(two: list[dict]) -> None:
     states = [rows[mesh]["state"] for rows in two for mesh in MESHES]
     assert all(state == states[0] for state in states) and states[0]["offset"] == 2 * SIZE

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 import jaxpar
+from jaxpar._errors import DesyncError
 from jaxpar.data import DataLoader, DistributedSampler, GrainSource, prefetch_to_device
 from jaxpar.mesh import DeviceMesh, full_array, get_rank
 
@@ -58,6 +59,15 @@ def sampled(mesh: DeviceMesh) -> list:
         return [whole(item) for item in batches]
 
 
+def desync(mesh: DeviceMesh) -> str:
+    """The error of processes that have not resumed from the same state."""
+    try:
+        next(iter(DataLoader(COLUMNS, SIZE, mesh=mesh, batch_axes="dp", seed=get_rank())))
+    except DesyncError as error:
+        return str(error)
+    return "no error"
+
+
 straight = list(range(n))
 interleaved = straight[::2] + straight[1::2]
 rows = {
@@ -74,4 +84,6 @@ rows = {
     ),
     "sampler": {"batches": sampled(mesh_of((n,), ("dp",), straight))},
 }
+if jax.process_count() > 1:
+    rows["desync"] = desync(mesh_of((n,), ("dp",), straight))
 print("ROWS " + json.dumps({"rank": get_rank(), **rows}), flush=True)
