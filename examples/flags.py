@@ -73,8 +73,17 @@ def parse_args(
     training.number("--clip-norm", 1.0, "largest gradient norm; 0 for no limit")
     training.number("--seed", 0, "of parameters, batches and sample")
 
+    saves = Group(parser, "checkpoints")
+    saves.path("--checkpoint-dir", "save the run here, and continue from here (default: nothing is saved)")
+    saves.count("--checkpoint-every", 100, "steps between checkpoints; one more on SIGTERM and at the end")
+    saves.number("--checkpoint-minutes", None, "and one whenever so many minutes have passed")
+    saves.count("--keep", 3, "how many of the latest checkpoints stay")
+    saves.resume(
+        "--resume", "auto: after the latest checkpoint, if there is one; never; or the number of a step"
+    )
+
     output = Group(parser, "output")
-    output.path("--out", "folder for what follows (default: runs/lm-DATE-TIME)")
+    output.path("--out", "folder for what follows (default: --checkpoint-dir, or runs/lm-DATE-TIME)")
     output.path("--metrics", "JSON lines (default: metrics.jsonl in that folder)")
     output.path("--plot", "loss curve (default: loss.png in that folder)")
     output.count("--eval-every", 100, "steps between evaluations on held-out files")
@@ -83,6 +92,10 @@ def parse_args(
     output.count("--sample-bytes", 300, "length of the sample")
     output.number("--temperature", 0.7, "of the sample; 0 takes the likeliest byte always")
     args = parser.parse_args(argv)
+    if args.checkpoint_dir is None and args.resume not in ("auto", "never"):
+        parser.error(
+            f"argument --resume: step {args.resume} of which run? Name its folder with --checkpoint-dir"
+        )
     if args.microbatches is None:
         args.microbatches = 4 * args.mesh["pp"] if args.mesh["pp"] > 1 else 1
     if args.mesh["pp"] > 1 and args.accumulate > 1:
@@ -111,8 +124,14 @@ class Group:
     def count(self, flag: str, default: int | None, text: str) -> None:
         self._add(flag, type=_count, metavar="N", default=default, help=_with_default(text, default))
 
-    def number(self, flag: str, default: float, text: str) -> None:
-        self._add(flag, type=type(default), metavar="X", default=default, help=_with_default(text, default))
+    def number(self, flag: str, default: float | None, text: str) -> None:
+        kind = float if default is None else type(default)
+        self._add(flag, type=kind, metavar="X", default=default, help=_with_default(text, default))
+
+    def resume(self, flag: str, text: str) -> None:
+        self._add(
+            flag, type=_resume, metavar="auto|never|STEP", default="auto", help=_with_default(text, "auto")
+        )
 
     def text(self, flag: str, default: str, text: str) -> None:
         self._add(flag, metavar="TEXT", default=default, help=_with_default(text, repr(default)))
@@ -140,6 +159,12 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
+
+
+def _resume(text: str) -> str:
+    if text not in ("auto", "never") and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not auto, never, or the number of a step")
+    return text
 
 
 def _mesh(text: str) -> dict[str, int]:

@@ -59,6 +59,7 @@ class Report:
         metrics_path: the JSON-lines file to write, or None on a process that does not report.
         num_steps: steps of the run.
         tokens_per_step: tokens of the global batch.
+        steps_done: of a run that is continued: lines of these steps stay in the file, later ones are done again.
         console: where to show progress (default: standard output).
     """
 
@@ -68,6 +69,7 @@ class Report:
         *,
         num_steps: int,
         tokens_per_step: int,
+        steps_done: int = 0,
         console: Console | None = None,
     ) -> None:
         self.num_steps, self.tokens_per_step = num_steps, tokens_per_step
@@ -76,7 +78,13 @@ class Report:
         self.tokens_per_s = 0.0
         self._times: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)
         self._started_s = self._printed_s = time.monotonic()
-        self._file = _create(metrics_path).open("w") if metrics_path else None
+        self._file = None
+        if metrics_path:
+            kept = _lines_up_to(metrics_path, steps_done)
+            self.train += [(line["step"], line["loss"]) for line in kept if line["kind"] == "train"]
+            self.held_out += [(line["step"], line["loss"]) for line in kept if line["kind"] == "eval"]
+            self._file = _create(metrics_path).open("w")
+            self._file.writelines(json.dumps(line) + "\n" for line in kept)
         self.console = console or Console(quiet=metrics_path is None, highlight=False, soft_wrap=True)
         self._bar = Progress(
             TextColumn("training"),
@@ -88,7 +96,9 @@ class Report:
             disable=metrics_path is None or not self.console.is_terminal,
             expand=True,
         )
-        self._task = self._bar.add_task("", total=num_steps, loss=float("nan"), speed="-")
+        self._task = self._bar.add_task(
+            "", total=num_steps, completed=steps_done, loss=float("nan"), speed="-"
+        )
 
     def __enter__(self) -> "Report":
         self._bar.start()
@@ -167,6 +177,21 @@ class Report:
             f"[{'#' * done}{'.' * (20 - done)}] {step:>{len(str(self.num_steps))}}/{self.num_steps} | "
             f"loss {loss:.3f} | {self._speed()} tokens/s | ETA {eta}"
         )
+
+
+def _lines_up_to(path: Path, step: int) -> list[dict[str, Any]]:
+    """The lines of a metrics file that a continued run keeps; a line that was cut short is none."""
+    if step == 0 or not path.exists():
+        return []
+    found = []
+    for text in path.read_text().splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if line["step"] <= step:
+            found.append(line)
+    return found
 
 
 def _create(path: Path) -> Path:

@@ -6,9 +6,11 @@
     jaxpar-launch --nproc-per-node 4 examples/train_lm.py --mesh dp=2,tp=2
     JAX_NUM_CPU_DEVICES=8 python examples/train_lm.py --mesh pp=2,dp=2,tp=2 --schedule 1F1B
     python examples/train_lm.py --data ~/books --preset medium --steps 2000
+    jaxpar-launch --nproc-per-node 2 --max-restarts 3 examples/train_lm.py --checkpoint-dir runs/a     may be killed at any time
 
 Without --data it reads the sources of Python's own standard library, so there is nothing to download. It
 leaves a folder with metrics.jsonl and loss.png, and prints the loss on held-out files and a sample at the end.
+With --checkpoint-dir the same command goes on where the run stood, on whatever devices there are then.
 """
 
 import argparse
@@ -33,6 +35,7 @@ from jaxpar.fsdp import shard_optimizer_state, sharding_report
 from jaxpar.mesh import DeviceMesh, full_array, get_rank
 from jaxpar.pp import gathered
 from report import Delayed, Report
+from resume import Saves, about_end, folder
 from transformer import Transformer, TransformerConfig, generate, loss_fn, preset
 
 # Steps in flight: enough to hide Python behind the devices, few enough to stop soon after Ctrl-C.
@@ -57,30 +60,45 @@ def main() -> None:
 
 
 def train(args: argparse.Namespace, config: TransformerConfig, text: Corpus, mesh: DeviceMesh) -> None:
-    model, step, schedule = build(args, config, mesh)
+    model, optimizer, step, schedule = build(args, config, mesh)
     stored = sharding_report(model)
     run = (
         f"{stored.num_parameters / 1e6:.2f} M parameters, {args.strategy} over {mesh_text(mesh)}, "
         f"{stored.bytes_per_device / 1e6:.2f} MB of them on each device"
     )
     metrics_path, plot_path = output_paths(args)
-    report = Report(
-        metrics_path if get_rank() == 0 else None, num_steps=args.steps, tokens_per_step=args.batch * args.seq
-    )
-    report.print(
-        f"{run} | {text.num_files} files of text: {text.train.size / 1e6:.1f} MB to train on, "
-        f"{text.held_out.size / 1e6:.1f} MB held out"
-    )
-    delayed = Delayed(delay=STEPS_AHEAD)
-    with report:
-        for i in range(1, args.steps + 1):
-            windows = corpus.training_windows(
-                text.train, batch=args.batch, seq=args.seq, seed=args.seed, step=i
-            )
-            report.steps(delayed.push(i, step(parallel.on_mesh(windows, mesh)) | {"lr": schedule(i - 1)}))
-            if i % args.eval_every == 0 or i == args.steps:
-                report.steps(delayed.flush())
-                report.evaluation(i, evaluate(model, text, args, mesh))
+    with Saves(args) as saves:
+        try:
+            done, continued = saves.restore(model, optimizer)
+        except ValueError as error:
+            sys.exit(f"train_lm.py: {error}")
+        report = Report(
+            metrics_path if get_rank() == 0 else None,
+            num_steps=args.steps,
+            tokens_per_step=args.batch * args.seq,
+            steps_done=done,
+        )
+        report.print(
+            f"{run} | {text.num_files} files of text: {text.train.size / 1e6:.1f} MB to train on, "
+            f"{text.held_out.size / 1e6:.1f} MB held out"
+        )
+        if continued:
+            report.print(continued)
+        delayed = Delayed(delay=STEPS_AHEAD)
+        with report:
+            for i in range(done + 1, args.steps + 1):
+                windows = corpus.training_windows(
+                    text.train, batch=args.batch, seq=args.seq, seed=args.seed, step=i
+                )
+                report.steps(delayed.push(i, step(parallel.on_mesh(windows, mesh)) | {"lr": schedule(i - 1)}))
+                saves.save(i, model, optimizer)
+                if saves.should_stop:
+                    report.steps(delayed.flush())
+                    report.print(about_end(i, args))
+                    return
+                if i % args.eval_every == 0 or i == args.steps:
+                    report.steps(delayed.flush())
+                    report.evaluation(i, evaluate(model, text, args, mesh))
     with gathered(model, mesh):
         report.print(f"\nsample at temperature {args.temperature}:\n{generate_text(model, args)}\n")
     if get_rank() == 0:
@@ -90,8 +108,8 @@ def train(args: argparse.Namespace, config: TransformerConfig, text: Corpus, mes
 
 def build(
     args: argparse.Namespace, config: TransformerConfig, mesh: DeviceMesh
-) -> tuple[Transformer, jaxpar.TrainStep, optax.Schedule]:
-    """The model in its parallel form, the step that trains it, and its learning rate by step."""
+) -> tuple[Transformer, nnx.Optimizer, jaxpar.TrainStep, optax.Schedule]:
+    """The model in its parallel form, its optimizer, the step that trains it, and its learning rate by step."""
     model = jaxpar.init_sharded(
         lambda: Transformer(config, rngs=nnx.Rngs(args.seed)),
         lambda model: parallel.parallelize(
@@ -117,7 +135,7 @@ def build(
         accumulate=args.accumulate,
         clip_norm=args.clip_norm or None,
     )
-    return model, step, schedule
+    return model, optimizer, step, schedule
 
 
 def evaluate(model: Transformer, text: Corpus, args: argparse.Namespace, mesh: DeviceMesh) -> float:
@@ -214,8 +232,8 @@ def check_stages(config: TransformerConfig, pp: int) -> None:
 
 def output_paths(args: argparse.Namespace) -> tuple[Path, Path]:
     """Where the metrics and the picture go."""
-    folder = args.out or Path("runs") / time.strftime("lm-%Y%m%d-%H%M%S")
-    return args.metrics or folder / "metrics.jsonl", args.plot or folder / "loss.png"
+    out = folder(args) or Path("runs") / time.strftime("lm-%Y%m%d-%H%M%S")
+    return args.metrics or out / "metrics.jsonl", args.plot or out / "loss.png"
 
 
 def mesh_text(mesh: DeviceMesh) -> str:
