@@ -46,7 +46,7 @@ evaluation_loss = nnx.jit(loss_fn)
 
 def main() -> None:
     args = parse_args(__doc__ or "", strategies=parallel.STRATEGIES)
-    jaxpar.init_process_group()
+    jaxpar.init_process_group(preemption=args.checkpoint_dir is not None)  # SIGTERM: save, then end
     try:
         mesh = jaxpar.init_device_mesh(tuple(args.mesh.values()), tuple(args.mesh))
         check_batch(args, num_devices=math.prod(map(mesh.size, parallel.BATCH_AXES)))

@@ -60,6 +60,9 @@ class CheckpointManager:
     (`blocks.0.attention.qkv.kernel`), so a checkpoint of FSDP can be restored into TP, a pipeline, DDP or one device, by any number
     of processes. All processes call every method together, in one order.
 
+    On SIGTERM `save` writes once more and `should_stop` becomes True, so that the loop can end; with several processes that
+    needs `init_process_group(preemption=True)`, by which all of them stop at one step.
+
     A checkpoint is there completely or not at all: it is written beside and renamed. If the latest was damaged since,
     `restore` says so and takes the one before it.
 

@@ -3,6 +3,11 @@
 import argparse
 import io
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +50,44 @@ def test_two_processes_train_evaluate_sample_and_leave_files(tmp_path: Path) -> 
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_run_that_is_told_to_end_goes_on_with_other_processes(tmp_path: Path) -> None:
+    """SIGTERM in the middle, then the same command on one process: one run, each step once, the losses of one run."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    launch([SCRIPT, *TINY.split(), "--out", whole], nproc=1, environ=QUICK, timeout_s=300).check()
+    words = [*TINY.split(), "--checkpoint-dir", str(parts), "--checkpoint-every", "1000"]
+    command = [sys.executable, "-m", "jaxpar_launch", "--nproc-per-node", "2", SCRIPT, *words]
+    started = subprocess.Popen(command, env=os.environ | QUICK, stdout=subprocess.PIPE, text=True)
+    try:
+        end_s = time.monotonic() + 200
+        while time.monotonic() < end_s and len(train_losses(parts)) < 8:
+            time.sleep(0.05)
+        started.send_signal(signal.SIGTERM)
+        said = started.communicate(timeout=60)[0]
+    finally:
+        started.kill()
+    assert "told to end: saved after step" in said, said
+    done = len(train_losses(parts))
+    assert 8 <= done < 30 and sorted(p.name for p in parts.iterdir() if p.is_dir()) == [str(done)]
+    result = launch([SCRIPT, *words], nproc=1, devices_per_proc=2, environ=QUICK, timeout_s=300).check()
+    assert f"continued after step {done} of 30" in result.output[0]
+    losses, expected = train_losses(parts), train_losses(whole)
+    assert list(losses) == list(range(1, 31))
+    np.testing.assert_allclose([*losses.values()], [*expected.values()], rtol=1e-3)
+    refused = launch([SCRIPT, *words, "--resume", "never"], nproc=1, environ=QUICK, timeout_s=100)
+    assert (
+        refused.exit_code == 1
+        and "--resume never, but --checkpoint-dir has checkpoints of steps" in refused.output[0]
+    )
+
+
+def train_losses(folder: Path) -> dict[int, float]:
+    """Losses by step, of the lines that are complete."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    return {line["step"]: line["loss"] for line in found if line["kind"] == "train"}
+
+
 def test_wrong_data_is_one_line_that_says_what_to_write(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("short")
     result = launch([SCRIPT, "--data", tmp_path], nproc=1, timeout_s=120)
@@ -69,6 +112,8 @@ def test_wrong_data_is_one_line_that_says_what_to_write(tmp_path: Path) -> None:
         ("--steps 0", "'0' is not a whole number above 0"),
         ("--batch many", "'many' is not a whole number above 0"),
         ("--strategy deepspeed", "invalid choice: 'deepspeed'"),
+        ("--resume last", "'last' is not auto, never, or the number of a step"),
+        ("--resume 400", "step 400 of which run? Name its folder with --checkpoint-dir"),
     ],
 )
 def test_wrong_flags_say_what_to_write(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
