@@ -11,14 +11,17 @@ import time
 from pathlib import Path
 
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from rich.console import Console
 
 import corpus
 import flags
 import train_lm
-from jaxpar_launch import launch
+from jaxpar_launch import LaunchResult, launch
 from report import Delayed, Report
+from resume import Saves
 from transformer import preset
 
 SCRIPT = Path(train_lm.__file__)
@@ -27,8 +30,16 @@ TINY = "--preset tiny --depth 1 --seq 32 --steps 30 --batch 8 --accumulate 2 --l
 TINY += " --eval-batches 2 --sample-bytes 24 --max-bytes 200000"
 
 
-def test_two_processes_train_evaluate_sample_and_leave_files(tmp_path: Path) -> None:
-    result = launch([SCRIPT, *TINY.split(), "--out", tmp_path], nproc=2, environ=QUICK, timeout_s=300).check()
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LaunchResult]:
+    """A run on two processes from beginning to end."""
+    folder = tmp_path_factory.mktemp("whole")
+    words = [*TINY.split(), "--out", folder]
+    return folder, launch([SCRIPT, *words], nproc=2, environ=QUICK, timeout_s=300).check()
+
+
+def test_two_processes_train_evaluate_sample_and_leave_files(whole_run: tuple[Path, LaunchResult]) -> None:
+    folder, result = whole_run
     text, other = result.output
     for expected in (
         "ddp over dp=2",
@@ -41,19 +52,20 @@ def test_two_processes_train_evaluate_sample_and_leave_files(tmp_path: Path) -> 
     assert "\x1b" not in text and "\r" not in text
     assert "loss" not in other
 
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     train, held_out = ([line for line in lines if line["kind"] == kind] for kind in ("train", "eval"))
     assert [line["step"] for line in train] == list(range(1, 31))
     assert [line["step"] for line in held_out] == [20, 30]
     assert {"loss", "grad_norm", "lr", "tokens_per_s", "time_s"} <= set(train[0])
     assert train[0]["loss"] > 5 and train[-1]["loss"] < 3.9 and held_out[-1]["loss"] < 3.9
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_that_is_told_to_end_goes_on_with_other_processes(tmp_path: Path) -> None:
+def test_a_run_that_is_told_to_end_goes_on_with_other_processes(
+    whole_run: tuple[Path, LaunchResult], tmp_path: Path
+) -> None:
     """SIGTERM in the middle, then the same command on one process: one run, each step once, the losses of one run."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    launch([SCRIPT, *TINY.split(), "--out", whole], nproc=1, environ=QUICK, timeout_s=300).check()
+    parts = tmp_path / "parts"
     words = [*TINY.split(), "--checkpoint-dir", str(parts), "--checkpoint-every", "1000"]
     command = [sys.executable, "-m", "jaxpar_launch", "--nproc-per-node", "2", SCRIPT, *words]
     started = subprocess.Popen(command, env=os.environ | QUICK, stdout=subprocess.PIPE, text=True)
@@ -70,14 +82,30 @@ def test_a_run_that_is_told_to_end_goes_on_with_other_processes(tmp_path: Path) 
     assert 8 <= done < 30 and sorted(p.name for p in parts.iterdir() if p.is_dir()) == [str(done)]
     result = launch([SCRIPT, *words], nproc=1, devices_per_proc=2, environ=QUICK, timeout_s=300).check()
     assert f"continued after step {done} of 30" in result.output[0]
-    losses, expected = train_losses(parts), train_losses(whole)
+    losses, expected = train_losses(parts), train_losses(whole_run[0])
     assert list(losses) == list(range(1, 31))
     np.testing.assert_allclose([*losses.values()], [*expected.values()], rtol=1e-3)
-    refused = launch([SCRIPT, *words, "--resume", "never"], nproc=1, environ=QUICK, timeout_s=100)
-    assert (
-        refused.exit_code == 1
-        and "--resume never, but --checkpoint-dir has checkpoints of steps" in refused.output[0]
-    )
+
+
+def test_resume_never_wants_an_empty_folder(tmp_path: Path) -> None:
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    words = f"--checkpoint-dir {tmp_path} --steps 7 --resume"
+    with Saves(parse(f"{words} auto")) as saves:
+        assert saves.restore(model, optimizer) == (0, "")
+        saves.save(7, model, optimizer)
+    with Saves(parse(f"{words} never")) as saves:
+        with pytest.raises(
+            ValueError, match=r"--resume never, but --checkpoint-dir has checkpoints of steps \[7\]"
+        ):
+            saves.restore(model, optimizer)
+    with Saves(parse(f"{words} 7 --batch 8")) as saves:
+        said = "continued after step 7 of 7; other flags than before: --batch 16 then, 8 now"
+        assert saves.restore(model, optimizer) == (7, said)
+
+
+def parse(words: str) -> argparse.Namespace:
+    return flags.parse_args(train_lm.__doc__ or "", strategies=("ddp",), argv=words.split())
 
 
 def train_losses(folder: Path) -> dict[int, float]:
