@@ -32,6 +32,7 @@ _ABANDON_S = (
     30.0  # SIGKILL does not end a process that a driver holds in the kernel; say so instead of waiting on
 )
 _PIPE_CHUNKS = 16
+_NOTICE_S = 0.5
 
 
 class Outside(Protocol):
@@ -195,11 +196,11 @@ class Group:
                 time.sleep(0.001)
 
     def _outcome(self) -> Outcome:
-        failures = ranked(self._failures)
+        failures = ranked(self._failures + self._slow_to_end())
         fates = tuple(self._fate(worker, failures) for worker in self._workers)
         if failures:
             return Outcome(
-                shell_code(failures[0].exit_code),
+                shell_code(ranked(self._failures)[0].exit_code),
                 failures,
                 failure_text(failures[0]),
                 fates,
@@ -218,6 +219,21 @@ class Group:
         if self._is_ended_elsewhere:
             return Outcome(1, (), "jaxpar-launch: ended by another host.", fates)
         return Outcome(0, (), "", fates)
+
+    def _slow_to_end(self) -> list[Failure]:
+        """Those that had failed before the first one was seen to, but were still ending: writing files, telling others."""
+        seen = {failure.pid: failure.time_s for failure in self._failures}
+        # Of one that could not write when it failed, only the end is known, and that was seen a little later.
+        first_s = min(
+            (
+                seen[worker.pid] - (_NOTICE_S if seen[worker.pid] == worker.ended_at else 0)
+                for worker in self._workers
+                if worker.pid in seen
+            ),
+            default=0.0,
+        )
+        others = [worker for worker in self._workers if worker.exit_code and worker.pid not in seen]
+        return [failure for worker in others if (failure := Failure.of(worker, self._host)).time_s < first_s]
 
     def _fate(self, worker: Worker, failures: tuple[Failure, ...]) -> Fate:
         for failure in failures:

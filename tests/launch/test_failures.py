@@ -2,6 +2,7 @@
 
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
@@ -135,6 +136,28 @@ def test_of_several_failures_the_earliest_is_the_cause() -> None:
         for rank, time_s in enumerate((3.0, 1.0, 2.0))
     ]
     assert [failure.rank for failure in ranked(failures)] == [1, 2, 0]
+
+
+def test_who_failed_before_is_the_cause_though_it_takes_longer_to_end(script) -> None:
+    path = script("""
+        import os, time
+        from jaxpar_launch._run import write_error_file
+        if os.environ["RANK"] == "1":
+            write_error_file(os.environ["JAXPAR_ERROR_FILE"], ValueError("boom"))
+            print("written", flush=True)
+            time.sleep(60)  # as one that writes its files
+        while not os.path.exists(os.path.dirname(os.environ["JAXPAR_ERROR_FILE"]) + "/../1/error.json"):
+            time.sleep(0.01)
+        raise RuntimeError("rank 1 did not come")
+    """)
+    environ = {"PYTHONPATH": str(Path(__file__).parents[2] / "launch")}
+    result = launch(path, nproc=2, timeout_s=20, environ=environ)
+    assert [(failure.rank, failure.message) for failure in result.failures] == [
+        (1, "ValueError: boom"),
+        (0, "RuntimeError: rank 1 did not come"),
+    ]
+    assert result.exit_code == 1
+    assert "rank 1 failed first" in result.report
 
 
 def test_a_failure_says_which_process_it_was(script) -> None:
