@@ -314,7 +314,7 @@ class Together:
         if outcome.hang:
             return outcome.after(self._earlier)
         fates = self._all_fates(over) or outcome.fates
-        if outcome.first is not None and outcome.first == over.rank:
+        if over.rank in [failure.rank for failure in outcome.failures]:
             return replace(outcome, fates=fates).after(self._earlier)
         tail = next((fate.tail for fate in fates if fate.rank == over.rank), ())
         lines = [f"jaxpar-launch: the job has ended: {over.text}."]
