@@ -10,6 +10,8 @@ import jax
 import jax.extend.core
 from jax.interpreters import ad, batching, mlir, partial_eval
 
+SERVICE_HEARTBEAT_S = 100  # as in _compat_service.py, which cannot import this file
+
 
 def varying_axes(aval: Any) -> frozenset[str]:
     """Returns the manual axes over which a value of this type varies; JAX renamed the attribute after 0.9."""
@@ -42,6 +44,38 @@ def detect_cluster(timeout_s: float) -> tuple[str, int, int, tuple[int, ...] | N
     if address is None or world_size is None or rank is None:
         return None
     return address, world_size, rank, None if device_ids is None else tuple(device_ids)
+
+
+def connect_to_service(address: str, *, rank: int, world_size: int, timeout_s: int) -> None:
+    """As `jax.distributed.initialize`, with a service that somebody else hosts (`_compat_service.py`); jax 0.10 to 0.12.
+
+    The public one starts the service inside rank 0, and jaxlib ends every process whose service goes.
+    """
+    from jax._src import distributed
+    from jaxlib import _jax
+
+    state = distributed.global_state
+    assert state.client is None, "the old world was not left"
+    state.coordinator_address, state.process_id, state.num_processes = address, rank, world_size
+    client = _jax.get_distributed_runtime_client(
+        address, rank, init_timeout=timeout_s, use_compression=True, heartbeat_timeout=SERVICE_HEARTBEAT_S
+    )
+    client.connect()
+    state.client = client
+
+
+def leave_jax() -> None:
+    """Leaves a world that lost a process: client, backend, compiled programs. Arrays of this process stay readable.
+
+    Only with a recoverable service: another one waits in its shutdown barrier and then aborts the process.
+    """
+    import contextlib
+
+    from jax.extend import backend
+
+    with contextlib.suppress(RuntimeError):  # the service is gone, and with it all that there was to leave
+        jax.distributed.shutdown()
+    backend.clear_backends()
 
 
 def needs_large_first_collective() -> bool:

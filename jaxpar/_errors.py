@@ -55,3 +55,11 @@ class DesyncError(ProcessGroupError):
 
 class CheckpointError(JaxparError, ValueError):
     """A checkpoint cannot be written, read, or does not fit the model; the message lists all that does not fit."""
+
+
+class WorkerLostError(ProcessGroupError):
+    """A worker of this job was lost and is being replaced; `jaxpar.mesh.run_recoverable` takes it from here."""
+
+
+class RecoveryError(JaxparError, ValueError):
+    """State cannot be kept for a recovery, or does not fit what was kept."""

@@ -47,6 +47,8 @@ from jaxpar.mesh._process_group import get_local_rank as get_local_rank
 from jaxpar.mesh._process_group import get_rank as get_rank
 from jaxpar.mesh._process_group import get_world_size as get_world_size
 from jaxpar.mesh._process_group import is_initialized as is_initialized
+from jaxpar.mesh._recoverable import run_recoverable as run_recoverable
+from jaxpar.mesh._recovery import Recovery as Recovery
 from jaxpar.mesh._redistribute import full_array as full_array
 from jaxpar.mesh._redistribute import redistribute as redistribute
 from jaxpar.mesh._redistribute import redistribution_plan as redistribution_plan

@@ -3,6 +3,8 @@
     rank 0    port free? --> "starting" in the store --> jax.distributed.initialize   (returns when all are there)
     others    wait for that --> poll the port with a plain connect --> jax.distributed.initialize
 
+With `run_recoverable` the launcher keeps the service, and all are others.
+
 A port in use is a SIGSEGV in jax 0.10, and a client that knocks before rank 0 listens sleeps up to 1.2 s in gRPC.
 """
 
@@ -12,6 +14,7 @@ import time
 
 import jax
 
+from jaxpar import _compat
 from jaxpar._errors import ProcessGroupError
 from jaxpar.mesh._address import (
     address_at,
@@ -34,6 +37,9 @@ def start_jax(
     Raises:
         ProcessGroupError: The port is in use or cannot be reached, or JAX refused.
     """
+    if member.recoverable:
+        _join_service(member, deadline)
+        return
     host, port = host_and_port(member.coordinator_address)
     if member.rank == 0:
         problem = "" if is_free(host, port) else port_in_use(member.coordinator_address)
@@ -62,6 +68,23 @@ def start_jax(
         ) from error
 
 
+def _join_service(member: Membership, deadline: float) -> None:
+    """The same with a service that the launcher keeps."""
+    _await_listener(member, deadline)
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        _compat.connect_to_service(
+            str(member.coordinator_address),
+            rank=member.rank,
+            world_size=member.world_size,
+            timeout_s=math.ceil(max(30.0, left_s(deadline))),
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ProcessGroupError(
+            f"run_recoverable: rank {member.rank} cannot join the coordination service at {member.coordinator_address}: {error}"
+        ) from error
+
+
 def _await_listener(member: Membership, deadline: float) -> None:
     """Returns when JAX's coordinator accepts connections."""
     host, port = host_and_port(member.coordinator_address)
@@ -76,5 +99,5 @@ def _await_listener(member: Membership, deadline: float) -> None:
         time.sleep(0.005)
     raise ProcessGroupError(
         f"init_process_group: rank {member.rank} cannot reach JAX's coordinator at {member.coordinator_address},"
-        f" which rank 0 has started: {why}. Is the port open between the hosts?"
+        f" which {'the launcher' if member.recoverable else 'rank 0'} has started: {why}. Is the port open between the hosts?"
     )

@@ -82,6 +82,10 @@ def init_process_group(
     member, venue = _resolve(given, device_ids, preemption, timeout_s)
     slot = group_slot()
     if slot.group is not None:
+        if (
+            slot.group.membership.recoverable
+        ):  # inside run_recoverable, which has joined, by another coordinator
+            return
         _check_same(slot.group.membership, member)
         return
     if member.world_size > 1:

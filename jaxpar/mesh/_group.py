@@ -15,12 +15,16 @@ import threading
 from collections import Counter
 from dataclasses import dataclass
 
+from jaxpar._errors import WorkerLostError
 from jaxpar_launch.store import StoreClient, StoreServer
 
 
 @dataclass(frozen=True)
 class Membership:
-    """A process's place in its job, as asked for. Where nobody says the local rank, the roll call counts it."""
+    """A process's place in its job, as asked for. Where nobody says the local rank, the roll call counts it.
+
+    `recoverable`: JAX's coordination service runs outside the job's processes, so that any of them may be lost.
+    """
 
     rank: int
     world_size: int
@@ -28,6 +32,7 @@ class Membership:
     coordinator_address: str | None = None
     local_device_ids: tuple[int, ...] | None = None
     preemption: bool = False
+    recoverable: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,7 @@ class ProcessGroup:
         self.shutdown_timeout_s = shutdown_timeout_s
         self.prefix = prefix
         self.pid = os.getpid()
+        self.is_broken = False
         self._first_store = store
         self._stores = [] if store is None else [store]
         self._hosted = hosted
@@ -105,6 +111,26 @@ class ProcessGroup:
         if self._first_store is not None:
             with self._first_store.clone(timeout_s=1.0) as store:
                 store.set(f"{self.prefix}/failed/{self.rank}", reason[:500])
+
+    def break_up(self) -> None:
+        """A process was lost: whoever waits for it in the store, in any thread, waits no more."""
+        self.is_broken = True
+        with self._lock:
+            stores = list(self._stores)
+        for store in stores:
+            store.interrupt()
+
+    def check(self) -> None:
+        """Leaves the world that lost a process.
+
+        Raises:
+            WorkerLostError: it did.
+        """
+        if self.is_broken:
+            raise WorkerLostError(
+                f"a worker of this world of {self.world_size} was lost and is being replaced (this is rank {self.rank}). Let this"
+                " error pass: run_recoverable calls its function again in the new world."
+            )
 
     def close(self) -> None:
         """Closes the connections to the store, and the store if this process hosts it."""

@@ -2,6 +2,7 @@
 
 WorkerEnv   rank, world_size, local_rank, coordinator   -> Membership
             store, store_token, restart_count           -> Venue: one part of the store for each attempt
+            recovery, restart_count                     -> the first world of a job that recovers in place
 """
 
 from dataclasses import dataclass
@@ -13,10 +14,15 @@ from jaxpar_launch.env import WorkerEnv
 
 @dataclass(frozen=True)
 class Launched:
-    """The place of a process that a launcher started, and the launcher's store (None: rank 0 has to host one)."""
+    """The place of a process that a launcher started, and the launcher's store (None: rank 0 has to host one).
+
+    `recovery` is the address of a coordination service that the launcher keeps, if lost workers are replaced in place.
+    """
 
     member: Membership
     venue: Venue | None
+    restart_count: int = 0
+    recovery: str | None = None
 
 
 def launched() -> Launched | None:
@@ -41,4 +47,10 @@ def launched() -> Launched | None:
     if environment.store is None:
         return Launched(member, None)
     token = environment.store_token or ""
-    return Launched(member, Venue(environment.store, token, f"attempt/{environment.restart_count}"))
+    number = environment.restart_count
+    return Launched(member, venue_of_attempt(environment.store, token, number), number, environment.recovery)
+
+
+def venue_of_attempt(store: str, token: str, number: int) -> Venue:
+    """The part of the launcher's store that is this attempt's."""
+    return Venue(store, token, f"attempt/{number}")

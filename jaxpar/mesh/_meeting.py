@@ -46,7 +46,9 @@ def meet(
 
     Raises:
         ProcessGroupError: Some ranks did not come in time, on every process that did.
+        WorkerLostError: One was lost and is being replaced (`run_recoverable`).
     """
+    group.check()
     ranks = tuple(range(group.world_size)) if members is None else tuple(members)
     if len(ranks) == 1:
         return judge([said]), [said for _ in wanted]

@@ -42,6 +42,16 @@ def world_of_one(
     )
 
 
+def raise_if_worker_lost() -> None:
+    """A safe point to leave a world that has lost a worker; cheap.
+
+    Raises:
+        WorkerLostError: This one has (`run_recoverable`).
+    """
+    if (group := group_slot().group) is not None:
+        group.check()
+
+
 def is_initialized() -> bool:
     """Whether `init_process_group` was called, and `destroy_process_group` not since (row C7).
 

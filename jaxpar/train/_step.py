@@ -25,6 +25,7 @@ from jaxpar.fsdp._whole import Units
 from jaxpar.fsdp._zero1 import cuts_of
 from jaxpar.mesh import MeshLike, as_jax_mesh, axes_of
 from jaxpar.mesh._flat_buffers import default_flatten_below_bytes
+from jaxpar.mesh._process_group import raise_if_worker_lost
 from jaxpar.pp import Costs, PipelinePlan, Timeline, plan_of, simulate
 from jaxpar.pp._place import onto_whole_mesh
 from jaxpar.pp._schedule._render._beside import check_trace_path, render_beside
@@ -199,6 +200,7 @@ class TrainStep:
         """
         self._num_calls += 1
         heartbeat(f"TrainStep: step {self._num_calls} of this process")
+        raise_if_worker_lost()
         return self._engine(batch)
 
     def evaluate(self, batch: PyTree) -> dict[str, PyTree]:

@@ -4,7 +4,8 @@
                   next_round -> workers -> Group.run -> a rank failed, 3 restarts are left
                   next_round -> workers -> Group.run -> all well
 
-JAX cannot take a lost process back, so a failure ends all workers of a round, and all start again. Everything that outlives a
+JAX cannot take a lost process back, so a failure ends all workers of a round, and all start again; or, with `--recover in-place`,
+the others leave JAX and return with a replacement (`_in_place.py`). Everything that outlives a
 round (guard, folder, signals) is held here; ports and stores by what gives the rounds (`_alone.py`, `_together.py`).
 """
 
@@ -21,7 +22,7 @@ from jaxpar_launch._alone import Alone
 from jaxpar_launch._devices import num_cores
 from jaxpar_launch._errors import LaunchSpecError
 from jaxpar_launch._files import RunFolder
-from jaxpar_launch._group import Group, Outside
+from jaxpar_launch._group import Group
 from jaxpar_launch._logs import MemorySink
 from jaxpar_launch._outcome import Outcome
 from jaxpar_launch._reaper import Reaper
@@ -75,7 +76,7 @@ def run_agent(
         rounds = stack.enter_context(contextlib.closing(_rounds(job, secret)))
         while True:
             with rounds.next_round() as round_:
-                outcome = _run_round(job, round_, rounds.outside)
+                outcome = _run_round(job, round_, rounds)
             outcome, why = rounds.conclude(outcome)
             if outcome.hang and spec.has_logs:
                 folder.keep(f"attempt_{round_.number}/hang.txt", outcome.report)
@@ -112,14 +113,18 @@ def _rounds(job: _Job, secret: str | None) -> "Alone | Together":
     return Together(job.spec, secret=secret, inbox=job.inbox)
 
 
-def _run_round(job: _Job, round_: Round, outside: Outside | None) -> Outcome:
+def _run_round(job: _Job, round_: Round, rounds: "Alone | Together") -> Outcome:
     """Starts this host's workers and watches them to their end."""
     spec = job.spec
     workers: list[Worker] = []
+
+    def start(round_: Round, local_rank: int) -> Worker:
+        return _start(spec, round_, local_rank, job.folder, job.console)
+
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: [worker.close() for worker in workers])
         for local_rank in range(spec.nproc):
-            workers.append(_start(spec, round_, local_rank, job.folder, job.console))
+            workers.append(start(round_, local_rank))
             job.reaper.watch(worker.pid for worker in workers)
         if round_.number == 0 and spec.has_logs and job.console.is_shown:
             print(f"jaxpar-launch: logs are in {job.folder.path}", file=sys.stderr, flush=True)
@@ -127,10 +132,12 @@ def _run_round(job: _Job, round_: Round, outside: Outside | None) -> Outcome:
             workers,
             spec=spec,
             inbox=job.inbox,
-            host=job.console.hostname,
+            console=job.console,
             deadline=job.deadline,
             reaper=job.reaper,
-            outside=outside,
+            outside=rounds.outside,
+            recovery=rounds.recovery,
+            start=start,
         )
         outcome = group.run()
         job.values.clear()

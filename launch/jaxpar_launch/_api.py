@@ -67,6 +67,8 @@ def launch(
     nproc: int = 1,
     devices_per_proc: int | None = None,
     max_restarts: int = 0,
+    recover: str = "restart",
+    recover_timeout_s: float = 10.0,
     hang_timeout_s: float | None = None,
     timeout_s: float | None = 60.0,
     kind: str = "script",
@@ -98,6 +100,8 @@ def launch(
         nproc: how many workers.
         devices_per_proc: CPU devices, or GPUs, of each worker.
         max_restarts: how often all workers start again when one has failed.
+        recover: "in-place": the others keep their processes then, if the script uses `jaxpar.mesh.run_recoverable`.
+        recover_timeout_s: how long they may take to leave the old world before all start again.
         hang_timeout_s: how long a worker that notes its progress may note nothing.
         timeout_s: after so many seconds all workers are made to print their stacks, and killed; None waits on.
         kind: "script", "module" (as `python -m`), or "program" (anything executable).
@@ -143,6 +147,8 @@ def launch(
             num_gpus=num_gpus(inherited) if platform == "gpu" else 0,
             devices_per_proc=devices_per_proc,
             max_restarts=max_restarts,
+            recover=recover,
+            recover_timeout_s=recover_timeout_s,
             hang_timeout_s=hang_timeout_s,
             environ=environ or {},
             python=python,

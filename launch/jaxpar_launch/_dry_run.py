@@ -19,7 +19,12 @@ _PORT_STAND_IN = 1
 def dry_run_text(spec: LaunchSpec, inherited: Mapping[str, str]) -> str:
     """One block per worker: the variables it gets beside the inherited ones, then its command line."""
     round_ = round_of_one_host(
-        spec, number=0, master_port=spec.master_port or _PORT_STAND_IN, store="127.0.0.1:1", token="SECRET"
+        spec,
+        number=0,
+        restart_count=0,
+        master_port=spec.master_port or _PORT_STAND_IN,
+        store="127.0.0.1:1",
+        token="SECRET",
     )
     if (meeting := spec.rendezvous) is not None:
         group_rank = meeting.node_rank or 0

@@ -4,6 +4,7 @@
             --another host's does-> stopping (the same)
             --no progress---------> stacks and notes are collected, then the same
             --SIGTERM, SIGINT-----> stopping (the same signal, grace_s) --> SIGKILL --> ended
+            --a worker fails------> replaced in place, if all others can go on (`_in_place.py`)
             --deadline------------> stopping (SIGABRT: stacks are printed)  SIGKILL --> ended
             --all exit with 0-----------------------------------------------------------> ended
 
@@ -15,17 +16,22 @@ import selectors
 import signal
 import sys
 import time
-from typing import Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 from jaxpar_launch._fates import Fate
 from jaxpar_launch._hang import Place, Watchdog, places_of
 from jaxpar_launch._logs import Stream
-from jaxpar_launch._outcome import TIMEOUT_EXIT_CODE, Outcome, hang_text, shell_code
+from jaxpar_launch._outcome import TIMEOUT_EXIT_CODE, Outcome, cause_of, hang_text, shell_code
 from jaxpar_launch._reaper import Reaper
 from jaxpar_launch._report import Failure, exit_text, failure_text, ranked
+from jaxpar_launch._round import Round
 from jaxpar_launch._signals import ENDING, SignalInbox
 from jaxpar_launch._spec import LaunchSpec
-from jaxpar_launch._worker import Worker
+from jaxpar_launch._worker import Console, Worker
+
+if TYPE_CHECKING:
+    from jaxpar_launch._in_place import InPlace
 
 _DRAIN_S = 0.5
 _ABANDON_S = (
@@ -68,11 +74,16 @@ class Group:
         spec: LaunchSpec,
         inbox: SignalInbox,
         reaper: Reaper,
-        host: str,
+        console: Console,
         deadline: float | None,
         outside: Outside | None = None,
+        recovery: "InPlace | None" = None,
+        start: Callable[[Round, int], Worker],
     ) -> None:
-        self._workers, self._spec, self._inbox, self._host = workers, spec, inbox, host
+        self._workers, self._spec, self._inbox = workers, spec, inbox
+        self._console, self._host = console, console.hostname
+        self._recovery, self._start = recovery, start
+        self._lost: list[Failure] = []  # of a recovery under way
         self._reaper, self._outside = reaper, outside
         self._deadline = deadline  # of time.monotonic()
         self._kill_at: float | None = None
@@ -93,13 +104,11 @@ class Group:
             if self._outside is not None:
                 selector.register(self._outside.fd, selectors.EVENT_READ)
             for worker in self._workers:
-                for stream in worker.streams:
-                    selector.register(stream.fd, selectors.EVENT_READ, stream)
-                if worker.exit_fd is not None:
-                    selector.register(worker.exit_fd, selectors.EVENT_READ)
+                _listen_to(worker, selector)
             while any(worker.is_running for worker in self._workers) and time.monotonic() < self._abandon_at:
                 self._wait(selector)
                 self._look_at_exits(selector)
+                self._look_at_recovery()
                 self._obey_signals()
                 self._listen()
                 self._look_for_hangs()
@@ -128,11 +137,43 @@ class Group:
             self._reaper.watch(worker.pid for worker in self._workers if worker.is_running)
         failed = [worker for worker in ended if worker.exit_code != 0]
         if failed and self._stop_signal is None:
-            self._failures = [Failure.of(worker, self._host) for worker in failed]
+            failures = [Failure.of(worker, self._host) for worker in failed]
+            if self._replace(failed, failures, selector):
+                return
+            self._failures = failures
+            if self._recovery is not None and self._recovery.is_under_way:
+                self._failures += self._lost  # they began it
             self._stop(signal.SIGTERM, self._spec.failure_grace_s)
             root = ranked(self._failures)[0]
             if self._outside is not None and not root.is_symptom:  # else somebody else has more to say
                 self._outside.blame(root)
+
+    def _replace(self, lost: list[Worker], failures: list[Failure], selector: selectors.BaseSelector) -> bool:
+        """Puts new workers in the place of the lost ones, if the others can go on in their processes."""
+        if self._recovery is None:
+            return False
+        cause = cause_of(ranked(failures)[0])
+        survivors = [worker for worker in self._workers if worker.is_running]
+        started = self._recovery.replace(lost, survivors, cause=cause, start=self._start)
+        for old, new in zip(lost, started, strict=False):
+            for stream in old.streams:
+                if stream.is_open:
+                    selector.unregister(stream.fd)
+            old.close()
+            self._workers[self._workers.index(old)] = new
+            _listen_to(new, selector)
+        if started:
+            self._lost = failures
+            self._reaper.watch(worker.pid for worker in self._workers)
+            if self._console.is_shown:
+                _say(f"{cause}; replaced in place, the others go on")
+        return bool(started)
+
+    def _look_at_recovery(self) -> None:
+        """Whoever does not leave the old world in time is stuck: all start again."""
+        if self._recovery is not None and self._stop_signal is None and self._recovery.late():
+            self._failures = self._lost
+            self._stop(signal.SIGTERM, self._spec.failure_grace_s)
 
     def _obey_signals(self) -> None:
         for signum in self._inbox.take():
@@ -252,6 +293,13 @@ class Group:
         if worker.exit_code > 0 and self._failures:
             return f"stopped in consequence: {ended}"
         return f"stopped by the launcher: {ended}"
+
+
+def _listen_to(worker: Worker, selector: selectors.BaseSelector) -> None:
+    for stream in worker.streams:
+        selector.register(stream.fd, selectors.EVENT_READ, stream)
+    if worker.exit_fd is not None:
+        selector.register(worker.exit_fd, selectors.EVENT_READ)
 
 
 def _pump(stream: Stream, selector: selectors.BaseSelector) -> None:

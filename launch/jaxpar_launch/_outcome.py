@@ -57,8 +57,7 @@ class Outcome:
         """Why it may be run again, in a few words."""
         if not self.failures:
             return summary(self.hang)
-        root = self.failures[0]
-        return f"rank {root.rank} failed ({root.cause}{told(root)})"
+        return cause_of(self.failures[0])
 
     def after(self, earlier: Sequence[str]) -> "Outcome":
         """The same, with what went before it in the report of a job that failed in the end."""
@@ -68,6 +67,11 @@ class Outcome:
 def hang_text(places: Sequence[Place]) -> str:
     """The report of a hang: a line for each rank, and what follows from them."""
     return "\n".join([f"jaxpar-launch: {summary(places)}", table(places)])
+
+
+def cause_of(root: Failure) -> str:
+    """That a worker failed, and how, in a few words."""
+    return f"rank {root.rank} failed ({root.cause}{told(root)})"
 
 
 def told(root: Failure) -> str:

@@ -4,10 +4,10 @@
     round 1    ...              coordinator 127.0.0.1:40877         a restart or new members: a new round
 
 JAX cannot take a lost process back into a running job, so whatever changes the membership makes a new round
-with a new coordinator.
+with a new coordinator. `recovery` is the address of one that outlives its workers (`--recover in-place`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxpar_launch._spec import LaunchSpec
 from jaxpar_launch.env import WorkerEnv
@@ -27,6 +27,7 @@ class Round:
     master_port: int
     store: str | None
     store_token: str | None
+    recovery: str | None = None
 
     def worker_env(self, spec: LaunchSpec, *, local_rank: int, error_file: str) -> WorkerEnv:
         """The place of this host's worker `local_rank` in the round."""
@@ -45,8 +46,18 @@ class Round:
             run_id=spec.run_id,
             store=self.store,
             store_token=self.store_token,
+            recovery=self.recovery,
             error_file=error_file,
             platform="cpu" if spec.platform == "cpu" else None,
             devices_per_proc=spec.devices_per_proc if spec.platform == "cpu" else None,
             local_device_ids=spec.local_device_ids(local_rank),
         )
+
+
+@dataclass
+class History:
+    """What a job has been through: lines for its report, rounds (each has its log folder), restarts that count."""
+
+    story: list[str] = field(default_factory=list)
+    num_rounds: int = 0
+    num_restarts: int = 0

@@ -19,6 +19,7 @@ from jaxpar_launch._streams import StreamChoice
 
 KINDS = ("script", "module", "program", "function")
 PLATFORMS = ("cpu", "gpu", "other")
+RECOVERIES = ("restart", "in-place")
 DEFAULT_PREFIX = "[rank ${rank}] "
 _MACROS = ("role_name", "local_rank", "rank", "hostname")
 _RUNNER, _CALLED = (
@@ -37,6 +38,8 @@ class LaunchSpec:
         failure_grace_s  the same               when a worker failed: short, for JAX swallows SIGTERM
         hang_timeout_s   how long a worker that notes its progress may note nothing; None: for ever
         max_restarts     how often all workers start again when one has failed
+        recover          what then: restart; in-place: the others keep their processes, if their script can (`run_recoverable`)
+        recover_timeout_s    how long they may take to leave the old world before all start again
         rendezvous       where other hosts are met; None: this host alone
         compilation_cache_dir  where jaxpar.init_process_group() lets workers keep compiled programs; None: nowhere
 
@@ -63,6 +66,8 @@ class LaunchSpec:
     failure_grace_s: float = 1.0
     hang_timeout_s: float | None = None
     max_restarts: int = 0
+    recover: str = "restart"
+    recover_timeout_s: float = 10.0
     rendezvous: RendezvousSpec | None = None
     monitor_interval_s: float = 0.1
     log_dir: str | None = None
@@ -75,7 +80,14 @@ class LaunchSpec:
     environ: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for check in (_check_command, _check_devices, _check_numbers, _check_logs, _check_kept):
+        for check in (
+            _check_command,
+            _check_devices,
+            _check_numbers,
+            _check_recovery,
+            _check_logs,
+            _check_kept,
+        ):
             check(self)
 
     @property
@@ -160,10 +172,33 @@ def _check_numbers(spec: LaunchSpec) -> None:
         ("--grace-period", spec.grace_s, 0.0),
         ("--failure-grace-period", spec.failure_grace_s, 0.0),
         ("--monitor-interval", spec.monitor_interval_s, 0.001),
+        ("--recover-timeout", spec.recover_timeout_s, 0.1),
         ("--hang-timeout", 1.0 if spec.hang_timeout_s is None else spec.hang_timeout_s, 0.1),
     ):
         if not least <= value < float("inf"):
             raise LaunchSpecError(f"{flag} {value:g} must be a number of seconds, at least {least:g}.")
+
+
+def _check_recovery(spec: LaunchSpec) -> None:
+    """In-place recovery is offered where it is proved: one host, CPU workers (jax 0.10 and 0.12)."""
+    if spec.recover not in RECOVERIES:
+        raise LaunchSpecError(f"--recover {spec.recover!r} must be one of {', '.join(RECOVERIES)}.")
+    if spec.recover == "restart":
+        return
+    instead = "Write --recover restart: all workers start again."
+    if spec.rendezvous is not None:
+        raise LaunchSpecError(
+            f"--recover in-place replaces workers of one host; this job is spread over several. {instead}"
+        )
+    if spec.platform != "cpu":
+        raise LaunchSpecError(
+            "--recover in-place is proved for workers on the CPU only: whether NCCL lets a survivor out of a collective, and the "
+            f"old backend its memory go, is not. {instead}"
+        )
+    if spec.max_restarts == 0:
+        raise LaunchSpecError(
+            "--recover in-place: a recovery counts as a restart, and --max-restarts 0 allows none. Write --max-restarts 3."
+        )
 
 
 def _check_logs(spec: LaunchSpec) -> None:

@@ -82,6 +82,13 @@ class StoreClient:
             self._socket = None
         self._inbox.clear()
 
+    def interrupt(self) -> None:
+        """Makes the request that another thread waits in fail now; later ones connect again."""
+        connection = self._socket
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
     def __enter__(self) -> Self:
         return self
 

@@ -42,6 +42,8 @@ class Together:
         RendezvousError: nobody serves the rendezvous, or it is another job's.
     """
 
+    recovery = None  # of one host's workers only
+
     def __init__(self, spec: LaunchSpec, *, secret: str | None, inbox: SignalInbox) -> None:
         assert spec.rendezvous is not None
         self._spec, self._inbox, self._rdzv = spec, inbox, spec.rendezvous

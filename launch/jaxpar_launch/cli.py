@@ -18,7 +18,7 @@ from jaxpar_launch._dry_run import dry_run_text
 from jaxpar_launch._errors import LaunchSpecError, RendezvousError
 from jaxpar_launch._help import HELP
 from jaxpar_launch._rdzv_spec import rendezvous_of
-from jaxpar_launch._spec import DEFAULT_PREFIX, LaunchSpec
+from jaxpar_launch._spec import DEFAULT_PREFIX, RECOVERIES, LaunchSpec
 from jaxpar_launch._streams import StreamChoice
 from jaxpar_launch.env import inherited_environ, option_from_environ
 
@@ -85,6 +85,8 @@ def _parser() -> _Parser:
     add("--grace-period", type=_number(float, "30"), default=30.0)
     add("--failure-grace-period", type=_number(float, "1"), default=1.0)
     add("--max-restarts", type=_number(int, "3"), default=0)
+    add("--recover", choices=RECOVERIES, default="restart")
+    add("--recover-timeout", type=_number(float, "10"), default=10.0)
     add("--hang-timeout", type=_number(float, "600"))
     add("--compilation-cache-dir")
     add("--monitor-interval", type=_number(float, "0.1"), default=0.1)
@@ -180,6 +182,8 @@ def _spec(options: argparse.Namespace, command: tuple[str, ...]) -> LaunchSpec:
         grace_s=options.grace_period,
         failure_grace_s=options.failure_grace_period,
         max_restarts=options.max_restarts,
+        recover=options.recover,
+        recover_timeout_s=options.recover_timeout,
         hang_timeout_s=options.hang_timeout,
         monitor_interval_s=options.monitor_interval,
         log_dir=options.log_dir,

@@ -6,7 +6,7 @@
 | for            | variables                                                                                  |
 |----------------|--------------------------------------------------------------------------------------------|
 | torchrun users | RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_* ROLE_* MASTER_ADDR/_PORT TORCHELASTIC_* |
-| jaxpar         | JAXPAR_COORDINATOR JAXPAR_STORE JAXPAR_STORE_TOKEN JAXPAR_ERROR_FILE                         |
+| jaxpar         | JAXPAR_COORDINATOR JAXPAR_STORE JAXPAR_STORE_TOKEN JAXPAR_ERROR_FILE JAXPAR_RECOVERY         |
 |                | JAXPAR_COMPILATION_CACHE_DIR JAXPAR_COMPILATION_CACHE_MAX_BYTES                              |
 | plain JAX      | JAX_COORDINATOR_ADDRESS JAX_PROCESS_ID JAX_NUM_PROCESSES JAX_LOCAL_DEVICE_IDS, Open MPI's     |
 | the backend    | JAX_PLATFORMS JAX_NUM_CPU_DEVICES JAX_CUDA_VISIBLE_DEVICES, thread counts                    |
@@ -46,6 +46,7 @@ _FIELDS = (
     ("store", "JAXPAR_STORE", str),
     ("store_token", "JAXPAR_STORE_TOKEN", str),
     ("error_file", "JAXPAR_ERROR_FILE", str),
+    ("recovery", "JAXPAR_RECOVERY", str),
     ("platform", "JAX_PLATFORMS", str),
     ("devices_per_proc", "JAX_NUM_CPU_DEVICES", int),
     ("local_device_ids", "JAX_LOCAL_DEVICE_IDS", tuple),
@@ -70,6 +71,8 @@ class WorkerEnv:
             address. New in every attempt unless the port was given.
         store, store_token: "host:port" of the launcher's key-value store and the job's secret, if it has one.
         error_file: where a failing worker leaves its last words (`jaxpar_launch.errors`).
+        recovery: "host:port" of a coordination service that the launcher keeps, for `jaxpar.mesh.run_recoverable`; None
+            without `--recover in-place`.
         platform: the value of JAX_PLATFORMS, "cpu" for a job on the CPU; None leaves the choice to JAX.
         devices_per_proc: how many CPU devices JAX shall make; None leaves JAX's default of one.
         local_device_ids: the accelerators of its host that this process owns; None means all.
@@ -103,6 +106,7 @@ class WorkerEnv:
     store: str | None = None
     store_token: str | None = None
     error_file: str | None = None
+    recovery: str | None = None
     platform: str | None = None
     devices_per_proc: int | None = None
     local_device_ids: tuple[int, ...] | None = None
@@ -123,7 +127,11 @@ class WorkerEnv:
                 f"LOCAL_WORLD_SIZE={self.local_world_size} is more than WORLD_SIZE={self.world_size}: a host "
                 "cannot run more processes than the job has."
             )
-        for variable, address in (("JAXPAR_COORDINATOR", self.coordinator), ("JAXPAR_STORE", self.store)):
+        for variable, address in (
+            ("JAXPAR_COORDINATOR", self.coordinator),
+            ("JAXPAR_STORE", self.store),
+            ("JAXPAR_RECOVERY", self.recovery),
+        ):
             if address is not None:
                 split_address(address, variable=variable)
 
