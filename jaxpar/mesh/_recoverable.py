@@ -27,7 +27,7 @@ from jaxpar._errors import ProcessGroupError
 from jaxpar.mesh._distributed import init_process_group
 from jaxpar.mesh._group import Membership, Patience, ProcessGroup, Venue, group_slot
 from jaxpar.mesh._join import join
-from jaxpar.mesh._kept import Kept
+from jaxpar.mesh._host_copy import HostCopy
 from jaxpar.mesh._launched import launched, venue_of_attempt
 from jaxpar.mesh._leave import leave_properly
 from jaxpar.mesh._meeting import meet
@@ -109,7 +109,7 @@ class _Left:
     """The world was left: for which next one, and with what."""
 
     news: News
-    kept: Kept | None
+    kept: HostCopy | None
 
 
 def _run(train: Callable[[Recovery], T], run: Recovery, group: ProcessGroup, number: int) -> "_Done | _Left":

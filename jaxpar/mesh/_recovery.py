@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from jaxpar._pytree import PyTree
 from jaxpar.mesh._group import ProcessGroup
-from jaxpar.mesh._kept import Kept, copy_to_host, restored
+from jaxpar.mesh._host_copy import HostCopy, copy_to_host, restored
 from jaxpar.mesh._meeting import meet
 
 
@@ -22,14 +22,14 @@ class Recovery:
     """
 
     def __init__(
-        self, group: ProcessGroup | None, *, kept: Kept | None = None, restart_count: int = 0
+        self, group: ProcessGroup | None, *, kept: HostCopy | None = None, restart_count: int = 0
     ) -> None:
         self._group = group
         self._kept = kept
         self.restart_count = restart_count
 
     @property
-    def kept(self) -> Kept | None:
+    def kept(self) -> HostCopy | None:
         """The newest host copy of this process; None if there is none."""
         return self._kept
 

@@ -34,7 +34,7 @@ class Alone:
     def __init__(self, spec: LaunchSpec) -> None:
         self._spec = spec
         self._history = History()
-        self.recovery: "InPlace | None" = None
+        self.recovery: InPlace | None = None
 
     @contextlib.contextmanager
     def next_round(self) -> Iterator[Round]:
@@ -79,7 +79,9 @@ class Alone:
         history.num_rounds += 1
         history.num_restarts += 0 if is_counted else 1
         number = f"restart {history.num_restarts} of {most}"
-        history.story.append(f"{outcome.cause}; all workers start again, {number}")
+        why_not = "" if self.recovery is None else self.recovery.why_not
+        why = f"; not in place: {why_not}" if why_not else ""
+        history.story.append(f"{outcome.cause}{why}; all workers start again, {number}")
         return outcome, history.story[-1]
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from jaxpar_launch._coordination import CoordinationServices
 from jaxpar_launch._round import History, Round
 from jaxpar_launch._spec import LaunchSpec
 from jaxpar_launch._worker import Worker
-from jaxpar_launch.store import StoreClient, StoreError
+from jaxpar_launch.store import StoreClient
 
 _LOOK_S = 0.05
 
@@ -53,6 +53,7 @@ class InPlace:
         self._survivors: list[int] = []
         self._late_at = self._look_at = 0.0
         self.is_under_way = False
+        self.why_not = ""  # all have to start again
 
     def replace(
         self,
@@ -64,36 +65,47 @@ class InPlace:
     ) -> list[Worker]:
         """Starts new workers for the lost ones and tells the survivors; none if all have to start again."""
         ranks = [worker.env.rank for worker in survivors]
-        if not ranks or len(ranks) + len(lost) < self._round.world_size or not self._is_possible(ranks):
+        self.why_not = self._obstacle(ranks, num_lost=len(lost))
+        if self.why_not:
             return []
         coordinator = self._services.open(self._round.master_addr, world_size=self._round.world_size)
         if coordinator is None:
+            self.why_not = "the process with JAX's coordination services has ended"
             return []
-        history, spec = self._history, self._spec
+        self._open_world(coordinator, cause)
+        self._survivors, self.is_under_way = ranks, True
+        self._late_at = time.monotonic() + self._spec.recover_timeout_s
+        word = {"coordinator": coordinator, "pids": [worker.pid for worker in survivors]}
+        self._store.set(f"recovery/{self._round.restart_count}/word", word)
+        return [start(self._round, worker.env.local_rank) for worker in lost]
+
+    def _obstacle(self, survivors: Sequence[int], *, num_lost: int) -> str:
+        """Why all have to start again; "" if not."""
+        self._settle()
+        if self.is_under_way:
+            return "before its world was complete"
+        if self._history.num_restarts >= self._spec.max_restarts:
+            return "no restart is left"
+        if not survivors:
+            return "nobody is left"
+        if len(survivors) + num_lost < self._round.world_size or self._store.try_get("recovery/over"):
+            return "others have come to their end"
+        if outside := self._missing("joined", survivors):
+            return f"{_ranks(outside)} not in run_recoverable"
+        return ""
+
+    def _open_world(self, coordinator: str, cause: str) -> None:
+        history = self._history
         history.num_restarts += 1
         history.num_rounds += 1
-        history.story.append(
-            f"{cause}; replaced in place, restart {history.num_restarts} of {spec.max_restarts}"
-        )
+        number = f"restart {history.num_restarts} of {self._spec.max_restarts}"
+        history.story.append(f"{cause}; replaced in place, {number}")
         self._round = replace(
             self._round,
             number=history.num_rounds,
             restart_count=history.num_restarts,
             recovery=coordinator,
         )
-        self._survivors, self.is_under_way = ranks, True
-        self._late_at = time.monotonic() + spec.recover_timeout_s
-        word = {"coordinator": coordinator, "pids": [worker.pid for worker in survivors]}
-        self._store.set(f"recovery/{history.num_restarts}/word", word)
-        return [start(self._round, worker.env.local_rank) for worker in lost]
-
-    def _is_possible(self, survivors: Sequence[int]) -> bool:
-        if self.is_under_way or self._history.num_restarts >= self._spec.max_restarts:
-            return False
-        try:
-            return self._store.try_get("recovery/over") is None and not self._missing("joined", survivors)
-        except StoreError:
-            return False
 
     def _missing(self, what: str, ranks: Sequence[int]) -> list[int]:
         prefix = f"recovery/{self._round.restart_count}/{what}/"
@@ -106,13 +118,19 @@ class InPlace:
         if not self.is_under_way or now < self._look_at:
             return []
         self._look_at = now + _LOOK_S
-        missing = self._missing("came", self._survivors)
-        if missing and now > self._late_at:
-            self._history.story.append(
-                f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} did not leave the old world within "
-                f"{self._spec.recover_timeout_s:g} s"
+        self._settle()
+        missing = self._missing("came", self._survivors) if now > self._late_at else []
+        if missing:
+            self.why_not = (
+                f"{_ranks(missing)} did not leave the old world within {self._spec.recover_timeout_s:g} s"
             )
-            return missing
-        if not missing and not self._missing("joined", range(self._round.world_size)):
+        return missing
+
+    def _settle(self) -> None:
+        """Ends the recovery when all are in the new world."""
+        if self.is_under_way and not self._missing("joined", range(self._round.world_size)):
             self.is_under_way = False
-        return []
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -23,7 +23,7 @@ _CHUNK_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
-class Kept:
+class HostCopy:
     """A host copy of a state after `num_steps` steps."""
 
     num_steps: int
@@ -31,7 +31,7 @@ class Kept:
     leaves: tuple[np.ndarray, ...]
 
 
-def copy_to_host(num_steps: int, state: PyTree) -> Kept:
+def copy_to_host(num_steps: int, state: PyTree) -> HostCopy:
     """Copies every leaf, or none.
 
     Raises:
@@ -49,7 +49,7 @@ def copy_to_host(num_steps: int, state: PyTree) -> Kept:
             " parts on a lost process are lost with it. Leave keep out and give resume a checkpoint:"
             " run.resume(state, otherwise=lambda: load(state))."
         )
-    return Kept(
+    return HostCopy(
         num_steps, tuple(leaf_name(path) for path, _ in named), tuple(_host(leaf) for _, leaf in named)
     )
 
@@ -69,7 +69,7 @@ def _is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def restored(kept: Kept | None, template: PyTree, *, source: int) -> PyTree:
+def restored(kept: HostCopy | None, template: PyTree, *, source: int) -> PyTree:
     """What process `source` kept, on all processes, each leaf as that of `template` is placed.
 
     Raises:
@@ -91,7 +91,7 @@ def restored(kept: Kept | None, template: PyTree, *, source: int) -> PyTree:
     return jax.tree.unflatten(structure, leaves)
 
 
-def _check_fits(kept: Kept, names: list[str], wanted: list[Any]) -> None:
+def _check_fits(kept: HostCopy, names: list[str], wanted: list[Any]) -> None:
     had = [(name, leaf.shape, leaf.dtype) for name, leaf in zip(kept.names, kept.leaves, strict=True)]
     want = [(name, like.shape, like.dtype) for name, like in zip(names, wanted, strict=True)]
     for was, now in zip(had, want, strict=False):
