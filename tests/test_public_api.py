@@ -15,13 +15,13 @@ PUBLIC = {
         Mean TrainStep init_device_mesh init_process_group init_sharded
     """,
     "jaxpar.mesh": """
-        DeviceMesh MeshLike Partial PlacedArray Placement RedistributionPlan RedistributionStep Replicate
+        DeviceMesh MeshLike Partial PlacedArray Placement Recovery RedistributionPlan RedistributionStep Replicate
         Shard all_gather all_gather_object all_reduce all_to_all as_device_mesh as_jax_mesh
         assert_same_everywhere axes_of axis_size barrier broadcast broadcast_object destroy_process_group
         distribute empty from_local full full_array gather get_local_rank get_rank get_world_size
         init_device_mesh init_process_group is_initialized normal ones permute placements_of
         placements_to_sharding placements_to_spec process_allgather redistribute redistribution_plan reduce
-        reduce_scatter ring_shift scatter spec_to_placements to_local uniform warm_up zeros
+        reduce_scatter ring_shift run_recoverable scatter spec_to_placements to_local uniform warm_up zeros
     """,
     "jaxpar.ddp": """
         Bucket CommHook DistributedDataParallel GradBucket Group PowerSGD StatefulHook allreduce_hook

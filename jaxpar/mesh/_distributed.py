@@ -23,7 +23,7 @@ from jaxpar.mesh._keep import keep_compiled
 from jaxpar.mesh._launched import launched
 from jaxpar.mesh._leave import leave_properly
 from jaxpar.mesh._process_group import world_of_one
-from jaxpar_launch.env import ProgramCache, program_cache
+from jaxpar_launch.env import program_cache
 
 
 def init_process_group(
@@ -90,8 +90,7 @@ def init_process_group(
         return
     if member.world_size > 1:
         _check_unused(member)
-    if (cache := _program_cache()) is not None:
-        keep_compiled(cache, member)
+    keep_programs_if_asked(member)
     if member.world_size == 1:
         slot.group = world_of_one(timeout_s=timeout_s, shutdown_timeout_s=shutdown_timeout_s, member=member)
         return
@@ -121,11 +120,18 @@ def _resolve(
     return dataclasses.replace(member, local_device_ids=device_ids, preemption=preemption), venue
 
 
-def _program_cache() -> ProgramCache | None:
+def keep_programs_if_asked(member: Membership) -> None:
+    """Keeps compiled programs where the environment says, if it does; before the first of them is compiled.
+
+    Raises:
+        ProcessGroupError: What it says makes no sense.
+    """
     try:
-        return program_cache()
+        cache = program_cache()
     except ValueError as error:
         raise ProcessGroupError(f"init_process_group: {error}") from error
+    if cache is not None:
+        keep_compiled(cache, member)
 
 
 def _explicit(given: Mapping[str, str | int]) -> Membership:

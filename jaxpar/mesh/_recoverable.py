@@ -24,10 +24,10 @@ import jax
 
 from jaxpar import _compat
 from jaxpar._errors import ProcessGroupError
-from jaxpar.mesh._distributed import init_process_group
+from jaxpar.mesh._distributed import init_process_group, keep_programs_if_asked
 from jaxpar.mesh._group import Membership, Patience, ProcessGroup, Venue, group_slot
-from jaxpar.mesh._join import join
 from jaxpar.mesh._host_copy import HostCopy
+from jaxpar.mesh._join import join
 from jaxpar.mesh._launched import launched, venue_of_attempt
 from jaxpar.mesh._leave import leave_properly
 from jaxpar.mesh._meeting import meet
@@ -83,6 +83,7 @@ def run_recoverable(
     patience = Patience(timeout_s, _compat.SERVICE_HEARTBEAT_S, shutdown_timeout_s)
     member = replace(place.member, recoverable=True)
     number, coordinator, kept = place.restart_count, place.recovery, None
+    keep_programs_if_asked(member)
     is_first = True
     while True:
         venue = venue_of_attempt(place.venue.address, place.venue.token, number)

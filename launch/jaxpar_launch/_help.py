@@ -19,6 +19,7 @@ Starts a script in several processes on one host or many, watches them, and ends
   Start again when a worker fails            jaxpar-launch --nproc-per-node 2 --max-restarts 3 train.py
   Start again without compiling anew         jaxpar-launch --nproc-per-node 2 --max-restarts 3 --compilation-cache-dir programs train.py
   Find out where a job hangs, and restart it jaxpar-launch --nproc-per-node 2 --hang-timeout 600 --max-restarts 3 train.py
+  Replace a lost worker, keep the others     jaxpar-launch --nproc-per-node 4 --recover in-place --max-restarts 3 train.py
   Time to write a checkpoint on SIGTERM      jaxpar-launch --nproc-per-node 2 --grace-period 120 train.py
   Do all hosts fit together?                 jaxpar-launch --nnodes 2 --rdzv-endpoint node0:29400 --nproc-per-node 4 --check
   See what would be started                  jaxpar-launch --nproc-per-node 2 --dry-run train.py
@@ -65,6 +66,9 @@ output (for each worker: 0 none, 1 stdout, 2 stderr, 3 both; or by local rank, a
   --log-line-prefix-template TEXT   before each line; ${rank} ${local_rank} ${role_name} ${hostname}  [[rank ${rank}] ]
 restarting and stopping
   --max-restarts N                  how often all workers start again when one has failed  [0]
+  --recover restart|in-place        in-place: the others keep their processes and memory, and a new worker takes the lost one's
+                                    place, if the script calls jaxpar.mesh.run_recoverable; one host, CPU workers  [restart]
+  --recover-timeout S               how long they may take to leave the old world before all start again after all  [10]
   --hang-timeout S                  a worker that notes its progress (jaxpar's steps do; jaxpar_launch.heartbeat()) and then
                                     nothing for S seconds hangs: says where each rank is, ends the round  [never]
   --compilation-cache-dir DIR       jaxpar.init_process_group() keeps each worker's compiled programs there, and loads them next
