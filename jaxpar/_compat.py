@@ -52,7 +52,7 @@ def connect_to_service(address: str, *, rank: int, world_size: int, timeout_s: i
     The public one starts the service inside rank 0, and jaxlib ends every process whose service goes.
     """
     from jax._src import distributed
-    from jaxlib import _jax
+    from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
     state = distributed.global_state
     assert state.client is None, "the old world was not left"

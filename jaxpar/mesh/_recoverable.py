@@ -18,7 +18,7 @@ import re
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import jax
 
@@ -99,10 +99,10 @@ def run_recoverable(
 
 
 @dataclass(frozen=True)
-class _Done:
+class _Done(Generic[T]):
     """All workers have come to the end of `train`."""
 
-    value: object
+    value: T
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,9 @@ class _Left:
     kept: HostCopy | None
 
 
-def _run(train: Callable[[Recovery], T], run: Recovery, group: ProcessGroup, number: int) -> "_Done | _Left":
+def _run(
+    train: Callable[[Recovery], T], run: Recovery, group: ProcessGroup, number: int
+) -> "_Done[T] | _Left":
     """One world, to its end or to the loss of a worker."""
     with Word(group, number + 1) as word:
         try:
