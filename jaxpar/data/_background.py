@@ -15,7 +15,7 @@ import jax
 from jaxpar.data._input_wait import InputWait
 
 T = TypeVar("T")
-CLOSE_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 2.0  # a read that hangs holds up neither the loop nor the end of the program
 
 
 class Background(Iterator[T]):
@@ -46,7 +46,7 @@ class Background(Iterator[T]):
             return self._take()
 
     def close(self) -> None:
-        """Ends the thread once it has made the item that it is at, and drops what was made ahead."""
+        """Drops what was made ahead and waits for the thread; one that is in a long read ends after it."""
         self._close()
 
 

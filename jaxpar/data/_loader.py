@@ -40,7 +40,8 @@ class DataLoader:
 
     Args:
         dataset: An array, a dict, tuple or list of arrays [N, ...]; or a data set with `len()` and `dataset[i]`, whose
-            samples are stacked; or a `grain.MapDataset` (see `GrainSource`).
+            samples are read one by one and stacked; or a `grain.MapDataset`, read by many threads or processes
+            (`GrainSource`; `grain.MapDataset.source(dataset)` makes one of any data set).
         global_batch_size: Samples of one step over all processes. It stays when their number changes.
         mesh: The mesh of the step.
         batch_axes: Axes over which the samples are split.

@@ -113,6 +113,25 @@ def test_a_forgotten_iterator_ends_its_thread() -> None:
     assert num_threads() == 0
 
 
+def test_a_read_that_hangs_does_not_hold_up_the_end() -> None:
+    goes_on = threading.Event()
+
+    def stuck() -> Iterator[np.ndarray]:
+        yield np.zeros(8)
+        goes_on.wait(30)
+        yield np.ones(8)
+
+    batches = prefetch_to_device(stuck(), MESH, "dp")
+    next(batches)
+    begin = time.monotonic()
+    batches.close()
+    assert time.monotonic() - begin < 6
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "jaxpar-data")
+    goes_on.set()
+    thread.join(10)
+    assert next(batches, None) is None
+
+
 def test_waits_are_measured() -> None:
     def slow() -> Iterator[np.ndarray]:
         for _ in range(4):
