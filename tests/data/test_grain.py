@@ -151,5 +151,5 @@ if __name__ == "__main__":
 def test_workers_of_grain_prepare_batches_in_order(tmp_path) -> None:
     script = tmp_path / "workers.py"
     script.write_text(WORKERS)
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=180)
     assert ended.stdout == "in order from 2\n", ended.stderr
