@@ -40,8 +40,11 @@ class Fate:
     @classmethod
     def of(cls, failure: Failure, *, is_first: bool) -> "Fate":
         """Of a worker that failed by itself."""
-        said = failure.message or (failure.tail[-1] if failure.tail else "")
-        ended = f"{failure.cause}: {said}" if said else failure.cause
+        ended = failure.cause
+        if failure.message:
+            ended += f": {failure.message}"
+        elif failure.tail:
+            ended += f"; its last line: {failure.tail[-1]}"
         return cls(
             failure.rank,
             failure.host,

@@ -238,7 +238,7 @@ class Group:
 
     def _outcome(self) -> Outcome:
         failures = ranked(self._failures + self._slow_to_end())
-        fates = tuple(self._fate(worker, failures) for worker in self._workers)
+        fates = self._fates(failures)
         if failures:
             return Outcome(
                 shell_code(ranked(self._failures)[0].exit_code),
@@ -276,11 +276,15 @@ class Group:
         others = [worker for worker in self._workers if worker.exit_code and worker.pid not in seen]
         return [failure for worker in others if (failure := Failure.of(worker, self._host)).time_s < first_s]
 
-    def _fate(self, worker: Worker, failures: tuple[Failure, ...]) -> Fate:
-        for failure in failures:
-            if failure.pid == worker.pid:
-                return Fate.of(failure, is_first=failure is failures[0])
-        return Fate(worker.env.rank, self._host, worker.pid, self._how_it_ended(worker))
+    def _fates(self, failures: tuple[Failure, ...]) -> tuple[Fate, ...]:
+        """Of each rank; a failure counts, not how the worker ended that was put in its place."""
+        workers = [(worker.env.rank, worker) for worker in self._workers]
+        fates = {
+            rank: Fate(rank, self._host, worker.pid, self._how_it_ended(worker)) for rank, worker in workers
+        }
+        for failure in reversed(failures):
+            fates[failure.rank] = Fate.of(failure, is_first=failure is failures[0])
+        return tuple(fates.values())
 
     def _how_it_ended(self, worker: Worker) -> str:
         if worker.exit_code is None:

@@ -57,7 +57,7 @@ def test_the_report_of_few_and_of_many(nproc: int) -> None:
     result = launch(["sh", "-c", source], kind="program", nproc=nproc, timeout_s=30)
     assert result.exit_code == 7
     _, _, rows = result.report.partition("  rank  host")
-    assert re.search(r"^  1 .* exit code 7: no space left  <- failed first$", rows, re.M)
+    assert re.search(r"^  1 .* exit code 7; its last line: no space left  <- failed first$", rows, re.M)
     if nproc == 3:
         assert re.search(r"^  0 .* had finished: exit code 0$", rows, re.M)
         assert re.search(r"^  2 .* stopped by the launcher: signal 15 \(SIGTERM\)$", rows, re.M)
