@@ -155,9 +155,10 @@ class Together:
         members = self._state.members
         is_first = bool(members) and members[0].id == self._me.id
         is_kept = self._rdzv.backend == "etcd"
-        is_over = State.from_wire(self._client.try_get(STATE)).over is not None
-        if self._server is not None or (is_kept and is_first and is_over):
-            others = [m.id for m in members if m.id != self._me.id]
+        over = State.from_wire(self._client.try_get(STATE)).over
+        if self._server is not None or (is_kept and is_first and over is not None):
+            lost = over.lost if over is not None else ""
+            others = [m.id for m in members if m.id not in (self._me.id, lost)]
             stale = self._freshness.stale(beats_of(self._client, others))
             with contextlib.suppress(StoreTimeoutError):
                 self._client.wait([f"bye/{who}" for who in others if who not in stale], timeout_s=_FAREWELL_S)
