@@ -55,7 +55,7 @@ PUBLIC = {
         topology visualize_sharding
     """,
     "jaxpar.checkpoint": """
-        CheckpointError CheckpointManager Restored
+        ArrayMetadata CheckpointError CheckpointManager CheckpointMetadata Restored metadata steps verify
     """,
     "jaxpar.train": """
         TrainStep clip_grad_norm total_norm

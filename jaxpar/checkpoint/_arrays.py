@@ -86,7 +86,7 @@ def key_kind(array: NamedArray) -> str | None:
 
 def spec_text(array: NamedArray) -> str:
     """How an array lay when it was saved, for people who look at the checkpoint."""
-    return str(array.value.sharding.spec) if _is_on_mesh(array) else "host"
+    return f"P({', '.join(map(repr, array.value.sharding.spec))})" if _is_on_mesh(array) else "host"
 
 
 def _plain(array: NamedArray) -> Any:
