@@ -55,6 +55,11 @@ class Outside(Protocol):
         """Whether a worker somewhere makes no progress."""
         ...
 
+    @property
+    def is_change(self) -> bool:
+        """Whether hosts joined or leave, and all workers are in good health: they may save."""
+        ...
+
     def blame(self, root: Failure) -> None:
         """Tells the others of a failure here."""
         ...
@@ -196,7 +201,8 @@ class Group:
             self._is_ended_elsewhere = True
             if self._outside.is_hang:
                 self._hang = places_of(self._workers, self._host)
-            self._stop(signal.SIGTERM, self._spec.failure_grace_s)
+            is_change = self._outside.is_change
+            self._stop(signal.SIGTERM, self._spec.grace_s if is_change else self._spec.failure_grace_s)
 
     def _look_for_hangs(self) -> None:
         if self._stop_signal is None and self._watchdog.has_hung():

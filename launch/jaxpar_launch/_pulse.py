@@ -135,6 +135,12 @@ class Pulse:
         end = self.end
         return end is not None and end.kind == "hang"
 
+    @property
+    def is_change(self) -> bool:
+        """Whether it has ended because hosts joined or leave, with all workers in good health."""
+        end = self.end
+        return end is not None and end.kind in ("joined", "left")
+
     def blame(self, root: Failure) -> None:
         """Ends the round everywhere, because of a worker that failed here."""
         self._end_everywhere(failure_of(root))

@@ -34,7 +34,7 @@ class LaunchSpec:
         command      script.py --lr 3; None: what launch(spec, ...) is given
         kind         script: a Python file, module: as `python -m`, program: any, function: a file of launch(function)
         nproc        workers on this host       platform  cpu, gpu, or other (left to JAX)
-        grace_s      SIGTERM -> SIGKILL         when the launcher is told to stop: time to write a checkpoint
+        grace_s      SIGTERM -> SIGKILL         when a launcher is told to stop, or hosts joined: time to write a checkpoint
         failure_grace_s  the same               when a worker failed: short, for JAX swallows SIGTERM
         hang_timeout_s   how long a worker that notes its progress may note nothing; None: for ever
         max_restarts     how often all workers start again when one has failed
