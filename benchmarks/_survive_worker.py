@@ -35,9 +35,8 @@ def dataset() -> dict[str, np.ndarray]:
     return {"x": x, "y": y, "i": np.arange(NUM_SAMPLES)}
 
 
-def main() -> None:
-    folder, pause_s = Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
-    jaxpar.init_process_group(preemption=True)
+def train(folder: Path, *, pause_s: float = 0.0) -> None:
+    """From where the folder's checkpoints stand to the last epoch, or until the job is told to end."""
     mesh = jaxpar.init_device_mesh((-1,), ("dp",))
     model = nnx.Sequential(*[nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(i)) for i in range(4)])
     fully_shard(model, mesh["dp"], units="layers.*")
@@ -92,5 +91,6 @@ def note(log: Any, step: int, loss: float, samples: jax.Array, mask: jax.Array) 
 
 
 if __name__ == "__main__":
-    main()
+    jaxpar.init_process_group(preemption=True)
+    train(Path(sys.argv[1]), pause_s=float(sys.argv[2]) if len(sys.argv) > 2 else 0.0)
     jaxpar.mesh.destroy_process_group()
