@@ -141,22 +141,25 @@ class FusedStep:
         specs, rest_specs = [live_spec(x) for x in params], [live_spec(x) for x in rest]
         cut = [live_spec(c.sharding) if c else spec for c, spec in zip(self._cuts, specs, strict=True)]
         by_rank = PartitionSpec(self._local.axes or None)
+        replicas = parts.replicas
         local = jax.shard_map(
-            self._local,
+            self._local if replicas is None else replicas.local(self._local),
             mesh=self._mesh,
             in_specs=(specs, rest_specs, by_rank, PartitionSpec(self._local.positions.rows or None)),
             out_specs=(cut, rest_specs, by_rank, PartitionSpec()),
         )
 
+        one = cut if replicas is None else replicas.of_one(cut)
         update = Update(
             model=self._model,
             optimizer=self._optimizer,
             cuts=tuple(cut and cut.sharding for cut in self._cuts),
-            clip=None if parts.clip is None else clipping(*parts.clip, self._mesh, cut),
+            clip=None if parts.clip is None else clipping(*parts.clip, self._mesh, one),
             gather=jax.shard_map(
                 self._local.sums.gathered, mesh=self._mesh, in_specs=(cut, specs), out_specs=specs
             ),
         )
+        updated_all = update if replicas is None else replicas.update(update)
 
         def train_step(params: Any, rest: Any, chosen: Any, other: Any, states: Any, batch: PyTree) -> Any:
             num_parts = math.prod(self._mesh.shape[axis] for axis in self._batch_axes)
@@ -164,7 +167,7 @@ class FusedStep:
             # What lies in host memory is copied to the device here, and back by the shardings of the results.
             params, rest, chosen, other = jax.tree.map(on_device, (params, rest, chosen, other))
             grads, rest, states, metrics = local(params, rest, states, batch)
-            updated, norms = update(grads, params, rest, chosen, other)
+            updated, norms = updated_all(grads, params, rest, chosen, other)
             return (*updated, states, metrics | norms)
 
         arguments = (*self._model.values(), *self._optimizer.values(), self._states)

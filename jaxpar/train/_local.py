@@ -50,6 +50,7 @@ class LocalStep:
         accumulate: number of microbatches.
         is_buffer_mean: other leaves are made equal by their mean, instead of taking rank 0's.
         is_cut: the trace will be cut into the stages of a pipeline.
+        replicas: axes along which replicas lie that differ: nothing is summed over them here.
         units: units to gather before the microbatches and to scatter after them; None: in each.
     """
 
@@ -66,6 +67,7 @@ class LocalStep:
     is_buffer_mean: bool = False
     units: Units | None = None
     is_cut: bool = False
+    replicas: tuple[str, ...] = ()
 
     def __call__(
         self, params: Leaves, rest: Leaves, states: tuple[PyTree, ...], batch: PyTree
@@ -187,7 +189,11 @@ class LocalStep:
         """Losses, metrics and the buffers that differ between ranks: one all-reduce in all."""
         differing = self._differing(rest, self.rest_axes)
         means, synced = sum_over_ranks(
-            means, [rest[i] for i in differing], self.axes, is_buffer_mean=self.is_buffer_mean
+            means,
+            [rest[i] for i in differing],
+            self.axes,
+            is_buffer_mean=self.is_buffer_mean,
+            replicas=self.replicas,
         )
         return means, _replaced(rest, differing, synced)
 
@@ -211,7 +217,7 @@ class LocalStep:
             if not jnp.issubdtype(rest[i].dtype, jnp.floating):
                 raise BatchError(
                     f"loss_fn made a non-floating model variable ({rest[i].dtype}{list(rest[i].shape)}) differ between "
-                    f"the ranks of {self.axes}. A replicated variable must be equal on all of them: reduce it with "
+                    f"the ranks of {(*self.axes, *self.replicas)}. A replicated variable must be equal on all of them: reduce it with "
                     f"jaxpar.mesh.all_reduce, or make it floating to take rank 0's."
                 )
         return differing

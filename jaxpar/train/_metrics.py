@@ -61,7 +61,12 @@ def weighted(means: PyTree, weight: float) -> PyTree:
 
 
 def sum_over_ranks(
-    means: PyTree, buffers: Sequence[jax.Array], axes: tuple[str, ...], *, is_buffer_mean: bool = False
+    means: PyTree,
+    buffers: Sequence[jax.Array],
+    axes: tuple[str, ...],
+    *,
+    is_buffer_mean: bool = False,
+    replicas: tuple[str, ...] = (),
 ) -> tuple[PyTree, list[jax.Array]]:
     """Sums all totals and counts over `axes`, and makes buffers equal: one all-reduce in all.
 
@@ -70,11 +75,12 @@ def sum_over_ranks(
         buffers: floating arrays that may differ between the ranks of `axes`.
         axes: mesh axes; none means that nothing is done.
         is_buffer_mean: buffers become their mean, instead of those of rank 0.
+        replicas: mesh axes along which means and buffers may go on differing.
 
     Raises:
         BatchError: a loss or metric differs along another axis of the mesh.
     """
-    _check_types(means, axes)
+    _check_types(means, (*axes, *replicas))
     if not axes:
         return means, list(buffers)
     leaves, treedef = jax.tree.flatten(means)

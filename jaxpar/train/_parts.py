@@ -10,6 +10,7 @@ from jaxpar._errors import BatchError
 from jaxpar._pytree import PyTree, leaf_name
 from jaxpar.fsdp._zero1 import Cut
 from jaxpar.train._local import LocalStep
+from jaxpar.train._replicas import Replicas
 from jaxpar.train._variables import Variables
 
 
@@ -26,6 +27,7 @@ class Parts:
         batch_axes: axes that split the batch.
         clip: largest norm to let through, and which norm; None: gradients are not clipped.
         options: in words, to compare processes.
+        replicas: where replicas lie that differ; None: there is one model.
     """
 
     mesh: Mesh
@@ -36,6 +38,7 @@ class Parts:
     batch_axes: tuple[str, ...]
     clip: tuple[float, float] | None
     options: str
+    replicas: Replicas | None = None
 
 
 def live_spec(sharding: Any) -> PartitionSpec:

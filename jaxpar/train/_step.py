@@ -179,7 +179,7 @@ class TrainStep:
         )
         clip = None if clip_norm is None else (clip_norm, clip_norm_type)
         parts = Parts(self._mesh, self._model, self._optimizer, local, cuts, self._batch_axes, clip, options)
-        self._num_calls = 0
+        self._parts, self._num_calls = parts, 0
         self._engine = (
             FusedStep(parts, donate=donate) if plan is None else PipelinedStep(plan, parts, donate=donate)
         )

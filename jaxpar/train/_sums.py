@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxpar._module import vary
+from jaxpar._compat import forget_axes
+from jaxpar._module import vary, varying_axes
 from jaxpar._pytree import PyTree
 from jaxpar.ddp._buckets import Bucket
 from jaxpar.ddp._reduce import Reduction, Tokens, reduce_buckets, reduce_in_backward, start_after
@@ -93,7 +94,9 @@ class GradientSums:
 
     def start(self, number: jax.Array, plan: Plan) -> tuple[Tokens, jax.Array]:
         """Cotangents of the tokens that make the first sums wait for `number`, which is equal on all devices."""
-        return start_after(number, plan.buckets), number.astype(jnp.float32)
+        # Replicas that differ have numbers of their own, which are no part of the second token's type.
+        alone = forget_axes(number.astype(jnp.float32), tuple(varying_axes(number)))
+        return start_after(number, plan.buckets), alone
 
     def after_backward(
         self, grads: Leaves, states: Sequence[PyTree], plan: Plan, number: jax.Array
