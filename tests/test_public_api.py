@@ -58,7 +58,7 @@ PUBLIC = {
         ArrayMetadata CheckpointError CheckpointManager CheckpointMetadata Restored metadata steps verify
     """,
     "jaxpar.train": """
-        TrainStep clip_grad_norm total_norm
+        LocalSGDStep TrainStep clip_grad_norm total_norm
     """,
     "jaxpar_launch": """
         Failure LaunchFailedError LaunchResult LaunchSpec LaunchSpecError LaunchTimeoutError RendezvousConf
