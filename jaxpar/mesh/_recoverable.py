@@ -15,6 +15,7 @@ each step: a worker that comes too late makes all start again.
 
 import gc
 import re
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -152,6 +153,7 @@ def _join(member: Membership, patience: Patience, venue: Venue, number: int) -> 
 
 def _leave(group: ProcessGroup, number: int) -> None:
     """Out of the old world; then the launcher hears that this worker comes to the next one."""
+    _forget_caches()
     gc.collect()  # what `train` made, before the backend it lives on
     _compat.leave_jax()
     gc.collect()
@@ -159,3 +161,15 @@ def _leave(group: ProcessGroup, number: int) -> None:
         store.set(f"recovery/{number}/came/{group.rank}", True)
     group_slot().group = None
     group.close()
+
+
+def _forget_caches() -> None:
+    """What was cached is of the old world: meshes hold its backend (threads, sockets), and processes have new addresses.
+
+    jax 0.10 to 0.12 clears its caches with the backends, except those of `multihost_utils`.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("jaxpar.", "jax.experimental.multihost_utils")):
+            for value in list(vars(module).values()):
+                if hasattr(value, "cache_clear") and value is not group_slot:
+                    value.cache_clear()

@@ -44,7 +44,8 @@ def loss_fn(model: Line, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 def train(run: Recovery) -> str:
     """Called anew in each world."""
-    print("world", run.restart_count, "pid", os.getpid(), flush=True)
+    open_files = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+    print("world", run.restart_count, "pid", os.getpid(), "files", open_files, flush=True)
     mesh = init_device_mesh((jax.device_count(),), ("dp",))
     model = Line()
     optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
