@@ -76,6 +76,30 @@ def leave_jax() -> None:
     with contextlib.suppress(RuntimeError):  # the service is gone, and with it all that there was to leave
         jax.distributed.shutdown()
     backend.clear_backends()
+    _restart_orbax_counters()
+
+
+def start_only_backend() -> int:
+    """Starts the backend of the world that was joined, in place of any other; returns its number of processes.
+
+    A thread of the old world, such as Orbax's that writes a checkpoint, may have asked JAX something after `leave_jax`: that
+    started a backend which knows this process only.
+    """
+    from jax.extend import backend
+
+    if backend_is_started():
+        backend.clear_backends()
+    return jax.process_count()
+
+
+def _restart_orbax_counters() -> None:
+    """Orbax (0.12) names its barriers by a count of saves in this process; a new process begins at zero, so all do."""
+    import itertools
+    import sys
+
+    if module := sys.modules.get("orbax.checkpoint._src.futures.synchronization"):
+        module.OperationIdGenerator._operation_id_counter = itertools.count()
+        module.OperationIdGenerator.next_operation_id()
 
 
 def needs_large_first_collective() -> bool:

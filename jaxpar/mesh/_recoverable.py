@@ -39,6 +39,7 @@ T = TypeVar("T")
 
 _WORD_S = 5.0
 """How long a worker whose collective has failed waits to hear why: the launcher sees a death when its process is gone."""
+_CACHING = ("jaxpar.", "jax.experimental.multihost_utils", "orbax.checkpoint.")
 _LOSS = re.compile(r"Gloo|Connection (?:reset|closed) by peer")
 
 
@@ -80,7 +81,7 @@ def run_recoverable(
     place = launched()
     if place is None or place.recovery is None or place.venue is None or place.member.world_size == 1:
         init_process_group(timeout_s=timeout_s, shutdown_timeout_s=shutdown_timeout_s)
-        return train(Recovery(None))
+        return train(Recovery(None, restart_count=place.restart_count if place is not None else 0))
     patience = Patience(timeout_s, _compat.SERVICE_HEARTBEAT_S, shutdown_timeout_s)
     member = replace(place.member, recoverable=True)
     number, coordinator, kept = place.restart_count, place.recovery, None
@@ -147,8 +148,18 @@ def _is_sign_of_loss(error: Exception) -> bool:
 def _join(member: Membership, patience: Patience, venue: Venue, number: int) -> ProcessGroup:
     group = join(member, patience, venue=venue)
     group_slot().group = group
+    _check_whole(_compat.start_only_backend(), member)
     group.store.set(f"recovery/{number}/joined/{member.rank}", True)
     return group
+
+
+def _check_whole(num_processes: int, member: Membership) -> None:
+    """A backend of this process alone would train in silence, or hang."""
+    if num_processes != member.world_size:
+        raise ProcessGroupError(
+            f"run_recoverable: JAX sees {num_processes} of {member.world_size} processes (this is rank {member.rank}): a thread"
+            " of the world before uses JAX still. End such threads when train is left, by `finally` or `with`."
+        )
 
 
 def _leave(group: ProcessGroup, number: int) -> None:
@@ -166,10 +177,10 @@ def _leave(group: ProcessGroup, number: int) -> None:
 def _forget_caches() -> None:
     """What was cached is of the old world: meshes hold its backend (threads, sockets), and processes have new addresses.
 
-    jax 0.10 to 0.12 clears its caches with the backends, except those of `multihost_utils`.
+    JAX clears its caches with the backends, except those of `multihost_utils` (0.10 to 0.12); Orbax (0.12) keeps a client.
     """
     for name, module in list(sys.modules.items()):
-        if name.startswith(("jaxpar.", "jax.experimental.multihost_utils")):
+        if name.startswith(_CACHING):
             for value in list(vars(module).values()):
                 if hasattr(value, "cache_clear") and value is not group_slot:
                     value.cache_clear()

@@ -18,7 +18,7 @@ class Recovery:
     Args:
         group: The world; None where nothing is recovered in place (another launcher, none, `--recover restart`).
         kept: What this process kept in an earlier world.
-        restart_count: How often a worker of this job was lost before.
+        restart_count: How often a worker of this job was lost before, whether it was replaced or all started again.
     """
 
     def __init__(

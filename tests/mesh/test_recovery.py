@@ -4,6 +4,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,15 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar._errors import RecoveryError, WorkerLostError
-from jaxpar.mesh import Recovery, init_device_mesh, run_recoverable
+from jaxpar import _compat
+from jaxpar._errors import ProcessGroupError, RecoveryError, WorkerLostError
+from jaxpar.mesh import Recovery, init_device_mesh, run_recoverable, warm_up
+from jaxpar.mesh._coordinator import _join_service
 from jaxpar.mesh._cut import cut
-from jaxpar.mesh._group import Membership, ProcessGroup
+from jaxpar.mesh._group import Membership, ProcessGroup, group_slot
 from jaxpar.mesh._host_copy import copy_to_host, restored
+from jaxpar.mesh._recoverable import _check_whole, _forget_caches
+from jaxpar.mesh._warm_up import _warm_up_once
 
 
 @pytest.fixture
@@ -139,6 +144,37 @@ def test_alone_it_is_a_call() -> None:
         return run.resume(41)[1] + run.restart_count + 1
 
     assert run_recoverable(train) == 42
+
+
+def test_nothing_cached_outlives_its_world() -> None:
+    mesh = init_device_mesh((8,), ("dp",))
+    warm_up(mesh)
+    slot = group_slot()
+    assert _warm_up_once.cache_info().currsize == 1
+    _forget_caches()
+    assert _warm_up_once.cache_info().currsize == 0
+    assert group_slot() is slot  # who this process is, is no cache
+
+
+def test_a_backend_of_this_process_alone_is_noticed() -> None:
+    with pytest.raises(
+        ProcessGroupError, match="JAX sees 1 of 2 processes .this is rank 0.: a thread of the world before"
+    ):
+        _check_whole(1, Membership(0, 2))
+
+
+def test_a_service_that_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("no such task")
+
+    monkeypatch.setattr(_compat, "connect_to_service", refuse)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        member = Membership(1, 2, coordinator_address=address, recoverable=True)
+        with pytest.raises(
+            ProcessGroupError, match=f"rank 1 cannot join the coordination service at {address}: no such task"
+        ):
+            _join_service(member, time.monotonic() + 5)
 
 
 CHILD = """

@@ -17,7 +17,7 @@ def run(nproc: int, *losses: str, recover_timeout_s: float = 20.0) -> LaunchResu
     return launch(
         [WORKERS / "recovery.py", *losses],
         nproc=nproc,
-        max_restarts=len(losses) // 2,
+        max_restarts=len(losses) // 2,  # a folder may follow
         recover="in-place",
         recover_timeout_s=recover_timeout_s,
         timeout_s=120,
@@ -44,8 +44,8 @@ def check_losses(result: LaunchResult, expected_steps: list[int]) -> None:
     assert len({re.findall(r"^weights (\w+)", output, re.M)[0] for output in result.output}) == 1
 
 
-def test_a_worker_is_lost_in_a_step() -> None:
-    result = run(2, "1", "in a step")
+def test_a_sharded_model_comes_back_from_its_checkpoint(tmp_path: Path) -> None:
+    result = run(2, "1", "in a step", str(tmp_path))
     (stayed, stayed_still), (lost, newcomer) = map(worlds, result.output)
     assert stayed[1] == stayed_still[1]
     assert lost[1] != newcomer[1]
@@ -61,7 +61,9 @@ def test_rank_0_is_lost_in_a_step_and_then_rank_1_between_steps() -> None:
     assert pids[1][0] == pids[1][1]
     check_losses(result, [0, 1, 2, 3, 4, 4, 5, 6, 6, 7])
     # The old backends are gone, sockets and all, or the files of a survivor would grow from world to world.
-    assert len({files for output in result.output for files in re.findall(r" files (\d+)$", output, re.M)}) == 1
+    assert (
+        len({files for output in result.output for files in re.findall(r" files (\d+)$", output, re.M)}) == 1
+    )
 
 
 def test_a_survivor_that_is_stuck_makes_all_start_again() -> None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-NUM_STEPS, NUM_ROWS, WIDTH = 8, 12, 5
+NUM_STEPS, NUM_ROWS, WIDTH = 8, 12, 6
 
 
 def initial_weights() -> np.ndarray:
