@@ -34,6 +34,7 @@ class TransformerConfig:
     kv_heads: int = 2
     hidden: int = 384
     rope_base: float = 10_000.0
+    norm_eps: float = 1e-6
     tied: bool = False
     dtype: DTypeLike = jnp.float32
 
@@ -127,9 +128,9 @@ class Block(nnx.Module):
     """One pre-norm residual layer: attention, then MLP."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
-        self.norm1 = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
+        self.norm1 = _norm(config, rngs=rngs)
         self.attention = Attention(config, rngs=rngs)
-        self.norm2 = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
+        self.norm2 = _norm(config, rngs=rngs)
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -153,7 +154,7 @@ class Transformer(nnx.Module):
             rngs=rngs,
         )
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.depth)])
-        self.norm = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
+        self.norm = _norm(config, rngs=rngs)
         self.head = (
             None if config.tied else _linear(config.width, config.vocab, config, stddev=0.02, rngs=rngs)
         )
@@ -282,6 +283,10 @@ def grouped_attention(q_BKGTE: jax.Array, k_BKSE: jax.Array, v_BKSE: jax.Array) 
 def _residual_stddev(config: TransformerConfig, width_in: int) -> float:
     """The 2 * depth layers that add to the residual stream start smaller, as in GPT-2: their sum has unit scale."""
     return (2 * config.depth * width_in) ** -0.5
+
+
+def _norm(config: TransformerConfig, *, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(config.width, epsilon=config.norm_eps, dtype=config.dtype, rngs=rngs)
 
 
 def _linear(

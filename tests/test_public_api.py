@@ -55,7 +55,8 @@ PUBLIC = {
         topology visualize_sharding
     """,
     "jaxpar.checkpoint": """
-        ArrayMetadata CheckpointError CheckpointManager CheckpointMetadata Restored metadata steps verify
+        ArrayMetadata CheckpointError CheckpointManager CheckpointMetadata Restored Tensors load_safetensors metadata
+        save_safetensors steps verify
     """,
     "jaxpar.train": """
         LocalSGDStep TrainStep clip_grad_norm total_norm

@@ -18,9 +18,9 @@ from jaxpar._errors import ParallelizeError
 from jaxpar.debug import collectives
 from jaxpar.fsdp import full_state, fully_shard, load_full_state
 from jaxpar.fsdp._full_state import iter_full_state
-from jaxpar.fsdp._pieces import gather_slice, read_gathered
-from jaxpar.fsdp._stream import MAX_PIECES_IN_FLIGHT, Piece, Reading, read_all
 from jaxpar.mesh import init_device_mesh
+from jaxpar.mesh._pieces import gather_slice, read_gathered
+from jaxpar.mesh._stream import MAX_PIECES_IN_FLIGHT, Piece, Reading, read_all
 
 
 class Model(nnx.Module):

@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar._named import splitting_axes
 from jaxpar._spec import entries
-from jaxpar.fsdp._stream import Piece, Reading
-from jaxpar.mesh import all_gather
+from jaxpar.mesh._collectives_gather import all_gather
+from jaxpar.mesh._stream import Piece, Reading
 
 
 def read(x: jax.Array, *, budget_bytes: int, keep: bool) -> Reading:
