@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer rounds: ends within 50 s on 2 cores")
     parser.add_argument("--torch-python", default=sys.executable, help="the Python to run both launchers in")
     args = parser.parse_args(argv)
-    rounds, budget_s = (5, 10.0) if args.quick else (15, 120.0)
+    rounds, budget_s = (5, 6.0) if args.quick else (15, 120.0)
     has_torch = _has_torch(args.torch_python)
     if not has_torch:
         print(f"no torch in {args.torch_python}: no baseline (install the bench extra)", file=sys.stderr)
