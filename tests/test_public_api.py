@@ -59,7 +59,7 @@ PUBLIC = {
         save_safetensors steps verify
     """,
     "jaxpar.train": """
-        LocalSGDStep TrainStep clip_grad_norm total_norm
+        LocalSGDStep TrainStep averaged clip_grad_norm ema skip_spikes total_norm
     """,
     "jaxpar_launch": """
         Failure LaunchFailedError LaunchResult LaunchSpec LaunchSpecError LaunchTimeoutError RendezvousConf
