@@ -84,9 +84,7 @@ def skip_spikes(
             zero(jnp.int32), zero(jnp.int32), zero(jnp.float32), zero(jnp.float32), inner.init(params)
         )
 
-    def update(
-        updates: PyTree, state: Any, params: PyTree = None, **extra: Any
-    ) -> tuple[PyTree, SpikeState]:
+    def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, SpikeState]:
         norm = total_norm(updates).astype(jnp.float32)
         is_early, limit = state.num_updates < warmup_steps, factor * state.usual_norm
         is_finite = jnp.isfinite(norm)
