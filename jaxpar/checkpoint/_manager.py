@@ -4,7 +4,6 @@ step 100   model f32[D, F] P("dp")         -->   folder/100: f32[D, F]   -->   P
            optimizer, state of the data                                        of any number of processes
 """
 
-import dataclasses
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,22 +14,26 @@ import jax
 from flax import nnx
 
 from jaxpar._errors import CheckpointError
-from jaxpar._named import NamedArray, check_no_bare_arrays, named_arrays
 from jaxpar.checkpoint._arrays import (
-    is_abstract_without_place,
-    key_kind,
     restored,
-    spec_text,
     to_restore,
     to_save,
 )
-from jaxpar.checkpoint._contents import contents, difference_lines, read_contents
+from jaxpar.checkpoint._contents import contents, read_contents
 from jaxpar.checkpoint._due import Due
 from jaxpar.checkpoint._files import faults
+from jaxpar.checkpoint._groups import (
+    Groups,
+    check_fits,
+    check_places,
+    check_values,
+    described,
+    given_up,
+    groups_of,
+    split_extra,
+)
 from jaxpar.checkpoint._store import Store
 from jaxpar.mesh import all_gather_object, assert_same_everywhere, broadcast_object
-
-Groups = dict[str, list[NamedArray]]
 
 
 @dataclass(frozen=True)
@@ -180,14 +183,14 @@ class CheckpointManager:
             DesyncError: the processes save different things.
         """
         is_due = self._due(step)
-        if not (is_due or force) or step in self._store.steps():
+        if not (is_due or force) or step in self.steps():
             return False
-        modules, values = _split_extra(extra)
-        groups = _groups(model, optimizer, modules)
-        _check_values(groups)
+        modules, values = split_extra(extra)
+        groups = groups_of(model, optimizer, modules)
+        check_values(groups)
         about = contents(
             step,
-            _described(groups),
+            described(groups),
             data_state=data_state,
             extra=values,
             metrics=metrics or {},
@@ -239,18 +242,18 @@ class CheckpointManager:
                 message, and nothing is changed.
         """
         self._store.wait()
-        groups = _groups(model, optimizer, extra or {})
-        _check_places(groups)
+        groups = groups_of(model, optimizer, extra or {})
+        check_places(groups)
         found = self._find(step)
         if found is None:
             return None
         about = read_contents(self._store.path(found))
-        _check_fits(self._store.path(found), about, groups, strict=strict)
+        check_fits(self._store.path(found), about, groups, strict=strict)
         saved = {name: about["arrays"].get(name, {}) for name in groups}
         left = tuple(a.name for name, arrays in groups.items() for a in arrays if a.name not in saved[name])
         # From here on nothing refers to the old arrays.
         groups = {
-            name: [_given_up(a) for a in arrays if a.name in saved[name]] for name, arrays in groups.items()
+            name: [given_up(a) for a in arrays if a.name in saved[name]] for name, arrays in groups.items()
         }
         self._read(found, groups)
         return Restored(found, about["data_state"], about["extra"], about["metrics"], left)
@@ -317,93 +320,6 @@ class CheckpointManager:
             found = values.get(name, {})
             for array, value in zip(arrays, restored(arrays, [found[a.name] for a in arrays]), strict=True):
                 array.assign(value)
-
-
-def _groups(model: nnx.Module, optimizer: nnx.Optimizer | None, extra: Mapping[str, nnx.Pytree]) -> Groups:
-    found: Groups = {"model": _arrays(model), "optimizer": [] if optimizer is None else _arrays(optimizer)}
-    found["extra"] = [
-        NamedArray(f"{name}.{array.name}", array.variable, array.value, array.position)
-        for name, module in extra.items()
-        for array in _arrays(module)
-    ]
-    return found
-
-
-def _arrays(module: nnx.Pytree) -> list[NamedArray]:
-    check_no_bare_arrays(module)
-    return named_arrays(module)
-
-
-def _described(groups: Groups) -> dict[str, dict[str, dict[str, Any]]]:
-    return {name: {array.name: _description(array) for array in arrays} for name, arrays in groups.items()}
-
-
-def _description(array: NamedArray) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "dtype": str(array.dtype),
-        "shape": list(array.shape),
-        "layout": spec_text(array),
-    }
-    kind = key_kind(array)
-    return found if kind is None else found | {"key": kind}
-
-
-def _split_extra(extra: Mapping[str, Any] | None) -> tuple[dict[str, nnx.Pytree], dict[str, Any]]:
-    modules = {name: x for name, x in (extra or {}).items() if isinstance(x, nnx.Pytree)}
-    return modules, {name: x for name, x in (extra or {}).items() if name not in modules}
-
-
-def _check_values(groups: Groups) -> None:
-    abstract = [
-        f"{name}: {array.name}"
-        for name, arrays in groups.items()
-        for array in arrays
-        if isinstance(array.value, jax.ShapeDtypeStruct)
-    ]
-    if abstract:
-        raise CheckpointError(
-            f"CheckpointManager.save: {len(abstract)} variables have shapes but no values yet, first {abstract[0]}. Build the "
-            f"model with jaxpar.init_sharded(model_fn, parallelize), or restore it first."
-        )
-
-
-def _check_places(groups: Groups) -> None:
-    lost = [
-        f"{name}: {array.name}"
-        for name, arrays in groups.items()
-        for array in arrays
-        if is_abstract_without_place(array)
-    ]
-    if lost:
-        raise CheckpointError(
-            f"CheckpointManager.restore: {len(lost)} variables have a shape and no sharding, first {lost[0]}: where should they "
-            f"go? Parallelise the model first (jaxpar.fsdp.fully_shard, jaxpar.init_sharded), or build it with values."
-        )
-
-
-def _check_fits(path: Path, about: Mapping[str, Any], groups: Groups, *, strict: bool) -> None:
-    described, lines = _described(groups), []
-    for name, arrays in described.items():
-        saved = about["arrays"].get(name, {})
-        if name == "model" or arrays:  # an optimizer or extra that nobody asked for stays on the disk
-            lines += [f"{name}: {line}" for line in difference_lines(saved, arrays, strict=strict)]
-    if lines:
-        raise CheckpointError(
-            f"{path} does not fit the model: {len(lines)} differences; nothing was changed:"
-            + "".join(f"\n    {line}" for line in lines)
-            + "\nNames are dotted paths of variables, shapes those that the model was built with. strict=False skips missing names; "
-            "shapes and dtypes must be equal."
-        )
-
-
-def _given_up(array: NamedArray) -> NamedArray:
-    """The same without the values, to be read anew; its variable keeps shape and place."""
-    x = array.value
-    if not isinstance(x, jax.Array) or not isinstance(x.sharding, jax.sharding.NamedSharding):
-        return array
-    shape = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-    array.assign(shape)
-    return dataclasses.replace(array, value=shape)
 
 
 def _warn_of(folder: Path, found: Mapping[int, list[str]]) -> None:
