@@ -3,6 +3,7 @@
 file: weight [8, 16]    -->    device 0: kernel [0:8]    device 1: kernel [8:16]      nothing is read that no device here needs
 """
 
+import collections
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -73,10 +74,14 @@ def load_safetensors(
                 + "\nSay with names= how arrays are called and laid out there; cast=True converts floating dtypes; strict=False skips "
                 "missing and unexpected names."
             )
-        left = []
-        for array, rule in zip(arrays, rules, strict=True):
+        left, waiting = [], collections.deque(zip(arrays, rules, strict=True))
+        del arrays, rules  # with them the old values go, one by one
+        while waiting:
+            array, rule = waiting.popleft()
             if all(name in files.slices for name in rule.tensors):
-                array.assign(_loaded(array, rule, files))
+                array.assign(
+                    jax.block_until_ready(_loaded(array, rule, files))
+                )  # one at a time in host memory
             else:
                 left.append(array.name)
     return tuple(left)

@@ -95,6 +95,7 @@ class Export:
             budget_bytes: what is copied, cast and written at once.
         """
         folder.mkdir(parents=True, exist_ok=True)
+        _remove_unfinished(folder)  # of an export that was killed
         stream = iter(values)
         paths = [folder / (name + _TEMPORARY) for name in self.files]
         try:
@@ -102,9 +103,9 @@ class Export:
                 with _durable(path) as out:
                     _write_file(out, tensors, stream, budget_bytes)
             self._commit(folder, paths)
-        finally:
-            for path in paths:
-                path.unlink(missing_ok=True)
+        except BaseException:
+            _remove_unfinished(folder)
+            raise
 
     def _commit(self, folder: Path, paths: Sequence[Path]) -> None:
         """At no moment is there an index beside files that are not its own."""
@@ -138,8 +139,12 @@ def _write_file(
 ) -> None:
     out.write(_header(tensors))
     for tensor in tensors:
-        for part in blocks(next(values), budget_bytes):
-            out.write(np.ascontiguousarray(part, dtype=tensor.dtype).reshape(-1).view(np.uint8).data)
+        _write_tensor(out, next(values), tensor.dtype, budget_bytes)
+
+
+def _write_tensor(out: IO[bytes], view: np.ndarray, dtype: np.dtype, budget_bytes: int) -> None:
+    for part in blocks(view, budget_bytes):
+        out.write(np.ascontiguousarray(part, dtype=dtype).reshape(-1).view(np.uint8).data)
 
 
 def _header(tensors: Sequence[Tensor]) -> bytes:
@@ -152,6 +157,12 @@ def _header(tensors: Sequence[Tensor]) -> bytes:
     text = json.dumps(found, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
+
+
+def _remove_unfinished(folder: Path) -> None:
+    for pattern in (f"model*.safetensors{_TEMPORARY}", INDEX + _TEMPORARY):
+        for path in folder.glob(pattern):
+            path.unlink(missing_ok=True)
 
 
 class _durable:

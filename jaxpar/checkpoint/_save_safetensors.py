@@ -31,8 +31,8 @@ def save_safetensors(
     """Writes the weights of a model as safetensors files, laid out as Hugging Face does (row K9).
 
     What moves: arrays that lie on several processes are all-gathered, a slice at a time; rank 0 writes. All processes call it
-    together. Host memory: the array that is being written, and `budget_bytes` for what is on its way and what is cast. Random
-    keys are no weights and are left out.
+    together. Host memory: the array that is being written and the next one, which is on its way, and `budget_bytes` for what is
+    cast. Random keys are no weights and are left out.
 
     The folder has `model.safetensors`, or `model-00001-of-00003.safetensors`, .. and `model.safetensors.index.json`. Files are
     written beside their places and renamed when all are complete; an export that was there is replaced, other files stay.
@@ -123,6 +123,7 @@ def _views(stream: Iterator[tuple[str, np.ndarray]], rules: Sequence[Tensors]) -
         entry = next(stream, None)  # nothing on the processes that do not write
         if entry is not None:
             yield from rule.views(entry[1])
+        del entry  # or it would stay while the next but one is read
 
 
 def _write(export: Export, folder: Path, values: Iterator[np.ndarray], budget_bytes: int) -> Exception | None:

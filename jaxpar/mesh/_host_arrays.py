@@ -97,9 +97,12 @@ def _stream(
     arrays: Sequence[NamedArray], budget_bytes: int, *, keep: bool
 ) -> Iterator[tuple[str, np.ndarray]]:
     readings = (_reading(array, budget_bytes, keep=keep) for array in arrays)
-    for array, host in zip(arrays, read_all(readings, budget_bytes), strict=True):
+    hosts = read_all(readings, budget_bytes)
+    for array in arrays:
+        host = next(hosts)
         if host is not None:
             yield array.name, host.reshape(-1)[: _size(array)].reshape(array.shape)
+        del host  # or it would stay while the next but one is read; `zip` would keep it, too
 
 
 def _reading(array: NamedArray, budget_bytes: int, *, keep: bool) -> Reading:

@@ -217,11 +217,12 @@ def test_host_memory_is_one_array_and_the_budget(tmp_path: Path) -> None:
     tracemalloc.stop()
     tracemalloc.start()
     load_safetensors(model, tmp_path, names=names, cast=True)
-    read = tracemalloc.get_traced_memory()[1]
+    # XLA:CPU may take NumPy's memory for the model's own: that is there afterwards, too.
+    after, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(list(tmp_path.glob("*.safetensors"))) == num * one // 2 // (4 * one)
-    assert written < 4 * one, written / one
-    assert read < 4 * one, read / one
+    assert written < 3 * one, written / one
+    assert peak - after < 3 * one, (peak - after) / one
     assert [float(x[0, 0]) for x in model] == list(range(num))
 
 
@@ -253,6 +254,7 @@ def test_an_export_takes_the_place_of_the_one_before_it_and_never_mixes(
     """After every rename and removal a reader finds the old weights, the new ones, or an error; at the end the new ones."""
     save_safetensors(mixed(1), tmp_path, max_shard_bytes=sizes[0])
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model-00001-of-00099.safetensors.tmp").write_text("of an export that was killed")
     seen: list[Any] = []
     expected = [weights(Mixed(seed)) for seed in (0, 1)]
 
