@@ -7,13 +7,19 @@ import random
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from _survive_job import trace  # pyright: ignore[reportMissingImports]
 from _survive_worker import train  # pyright: ignore[reportMissingImports]
 from survive import Tally, killed_job  # pyright: ignore[reportMissingImports]
 
 
-def test_a_killed_worker_costs_steps_and_nothing_else(tmp_path: Path) -> None:
+def test_a_killed_worker_costs_steps_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # compiling takes most of the time
+    monkeypatch.setenv("JAXPAR_COMPILATION_CACHE_DIR", str(tmp_path / "programs"))
     train(tmp_path / "undisturbed")
     reference = trace(tmp_path / "undisturbed").losses
     tally = Tally(wanted=1)
