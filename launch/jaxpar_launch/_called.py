@@ -92,8 +92,18 @@ class _CallReader(pickle.Unpickler):
                 raise
             spec = importlib.util.spec_from_file_location(name, self._files[name])
             assert spec is not None and spec.loader is not None
+            _make_parents(name)
             module = sys.modules[name] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
+
+
+def _make_parents(name: str) -> None:
+    """Empty packages above a module that was found by its file: pickle asks for them when it names a class of it."""
+    parts = name.split(".")
+    for parent in (".".join(parts[:i]) for i in range(1, len(parts))):
+        if parent not in sys.modules:
+            package = sys.modules[parent] = ModuleType(parent)
+            package.__path__ = []
 
 
 def _load_main(kind: str, name: str) -> None:

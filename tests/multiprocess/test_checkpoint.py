@@ -15,8 +15,8 @@ from jaxpar.checkpoint import CheckpointManager
 from jaxpar_launch import launch
 
 WORKER = Path(__file__).parent / "workers" / "checkpoint.py"
-# Layout, processes, devices of each: two stages, each on two of four processes.
-ROUND = (("pipeline", 4, 2),)
+# Layout, processes, devices of each: a stage in each process.
+ROUND = (("pipeline", 2, 4),)
 
 
 def test_a_checkpoint_goes_round_layouts_and_numbers_of_processes(tmp_path: Path) -> None:
