@@ -84,7 +84,8 @@ def test_a_run_that_is_told_to_end_goes_on_with_other_processes(
     assert f"continued after step {done} of 30" in result.output[0]
     losses, expected = train_losses(parts), train_losses(whole_run[0])
     assert list(losses) == list(range(1, 31))
-    np.testing.assert_allclose([*losses.values()], [*expected.values()], rtol=1e-3)
+    # Sums over two devices of one process or of two round differently (6e-8), and 30 steps of Adam let that grow.
+    np.testing.assert_allclose([*losses.values()], [*expected.values()], rtol=1e-4)
 
 
 def test_resume_never_wants_an_empty_folder(tmp_path: Path) -> None:
