@@ -33,6 +33,6 @@ def one_step() -> None:
 
 jaxpar.init_process_group()
 {"collective": one_collective, "step": one_step}[sys.argv[1]]()
-print("worker", os.getpid(), flush=True)
+os.write(1, f"worker {os.getpid()}\n".encode())  # one write: two workers may share a pipe
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     time.sleep(60)
