@@ -38,8 +38,7 @@ def to_save(arrays: Sequence[NamedArray]) -> dict[str, Any]:
         shapes = tuple(array.shape for array in flat)
         values = [array.value for array in flat]
         if whole.addressable_devices:
-            run = jax.jit(functools.partial(_unflatten, shapes), out_shardings=whole)
-            values = run(values)
+            values = _unflattening(shapes, whole)(values)
         else:
             values = [_nowhere(array, whole) for array in flat]
         found |= {array.name: x for array, x in zip(flat, values, strict=True)}
@@ -62,11 +61,7 @@ def restored(arrays: Sequence[NamedArray], values: Sequence[Any]) -> Leaves:
     for i in flat:
         value = arrays[i].value
         if value.sharding.addressable_devices:
-            pad = jax.jit(
-                functools.partial(flatten_and_pad, length=value.shape[0]),
-                out_shardings=_on_device(value.sharding),
-            )
-            out[i] = pad(values[i])
+            out[i] = _flattening(value.shape[0], _on_device(value.sharding))(values[i])
         else:
             out[i] = jax.make_array_from_single_device_arrays(
                 value.shape, value.sharding, [], dtype=value.dtype
@@ -139,6 +134,18 @@ def _by_mesh(arrays: Sequence[NamedArray]) -> dict[jax.sharding.Mesh, list[Named
     for array in arrays:
         found.setdefault(array.value.sharding.mesh, []).append(array)
     return found
+
+
+@functools.cache
+def _unflattening(shapes: tuple[tuple[int, ...], ...], whole: NamedSharding) -> jax.stages.Wrapped:
+    """The program that makes padded arrays whole: one for all saves."""
+    return jax.jit(functools.partial(_unflatten, shapes), out_shardings=whole)
+
+
+@functools.cache
+def _flattening(length: int, sharding: NamedSharding) -> jax.stages.Wrapped:
+    """The program that pads an array: one for all of a length and layout."""
+    return jax.jit(functools.partial(flatten_and_pad, length=length), out_shardings=sharding)
 
 
 def _unflatten(shapes: Sequence[tuple[int, ...]], values: Leaves) -> Leaves:

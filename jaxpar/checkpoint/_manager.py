@@ -4,6 +4,7 @@ step 100   model f32[D, F] P("dp")         -->   folder/100: f32[D, F]   -->   P
            optimizer, state of the data                                        of any number of processes
 """
 
+import hashlib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -199,7 +200,7 @@ class CheckpointManager:
         )
         facts = {
             "step": str(step),
-            "arrays": str(about["arrays"]),
+            "arrays": hashlib.sha256(str(about["arrays"]).encode()).hexdigest(),
             "data_state": str(data_state),
             "extra": str(values),
         }

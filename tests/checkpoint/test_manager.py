@@ -15,7 +15,8 @@ from flax import nnx
 
 import jaxpar
 from jaxpar.checkpoint import CheckpointError, CheckpointManager
-from jaxpar.fsdp import fully_shard
+from jaxpar.debug import count_compilations
+from jaxpar.fsdp import full_state, fully_shard
 from jaxpar.mesh import init_device_mesh
 
 
@@ -107,6 +108,26 @@ def test_training_may_go_on_while_a_checkpoint_is_written(tmp_path: Path) -> Non
             step(x)
         manager.restore(model, optimizer)
     np.testing.assert_array_equal(np.asarray(model.kernel[...]), before)
+
+
+def test_padded_parameters_are_made_whole_by_one_program_for_all_saves(tmp_path: Path) -> None:
+    class Odd(nnx.Module):
+        def __init__(self) -> None:
+            self.scale = nnx.Param(jnp.arange(15.0).reshape(3, 5))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x * self.scale[...]
+
+    mesh = init_device_mesh((4,), ("dp",), devices=jax.devices()[:4])
+    model = fully_shard(Odd(), mesh["dp"], pad_above_bytes=0)
+    with CheckpointManager(tmp_path) as manager:
+        with count_compilations() as first:
+            manager.save(1, model)
+        with count_compilations() as second:
+            manager.save(2, model)
+        assert manager.restore(model) is not None
+    assert (first.count > 0, second.count) == (True, 0)
+    assert full_state(model)["scale"].tolist() == np.arange(15.0).reshape(3, 5).tolist()
 
 
 def test_schedule_by_steps_and_what_stays(tmp_path: Path) -> None:
