@@ -29,9 +29,9 @@ from _common import Result, emit, interleave
 HERE = Path(__file__).resolve().parent
 PATHS = f"{HERE.parent / 'launch'}:{HERE.parent}"
 WORKER = "import os\nprint('first line of rank', os.environ['RANK'], flush=True)\n"
-# Prints, and waits for its end in the first attempt.
+# Prints (one write, as two workers may share a pipe), and waits for its end in the first attempt.
 PATIENT = """import os, time
-print("worker", os.getpid(), flush=True)
+os.write(1, f"worker {os.getpid()}\\n".encode())
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     time.sleep(60)
 """
@@ -151,10 +151,14 @@ def first_line_s(command: list[str]) -> float:
 def restart_s(command: list[str]) -> float:
     """Seconds from the SIGKILL of a worker to the last line of two that started in its place."""
     with _started(command) as process:
-        assert process.stdout is not None
+        assert process.stdout is not None and process.stderr is not None
         first = _two_workers(process.stdout)
         start = time.perf_counter()
-        os.kill(first[0], signal.SIGKILL)
+        try:
+            os.kill(first[0], signal.SIGKILL)
+        except ProcessLookupError:  # the launcher's first round failed by itself
+            process.terminate()
+            raise RuntimeError(f"{command}: workers {first} ended: {process.stderr.read()}") from None
         again = _two_workers(process.stdout)
         elapsed_s = time.perf_counter() - start
         _, errors = process.communicate(timeout=LIMIT_S)
