@@ -10,6 +10,7 @@ the first training step; so they meet here, behind a barrier with a deadline tha
 """
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -45,18 +46,35 @@ def warm_up(mesh: MeshLike, *, timeout_s: float | None = None) -> None:
 
 @functools.cache
 def _warm_up_once(mesh: jax.sharding.Mesh, timeout_s: float | None) -> None:
-    members = sorted({device.process_index for device in mesh.devices.flat})
+    members = _processes_of(mesh)
     if len(members) == 1:
         return
     num_elements = _LARGE_BYTES // 4 if needs_large_first_collective() else 1
     axes = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
     cliques = [tuple(axes), *((axis,) for axis in axes if len(axes) > 1)]
     programs = [_sum_over(mesh, clique, num_elements) for clique in cliques]
-    # Compiled before the barrier: compiling takes each process its own time, and the limit is 30 s.
     name = f"warm_up of the mesh {dict(mesh.shape)} on processes {members}"
+    run_together(programs, mesh, name, timeout_s=timeout_s)
+
+
+def run_together(
+    programs: Sequence["jax.stages.Compiled"], mesh: jax.sharding.Mesh, name: str, *, timeout_s: float | None
+) -> None:
+    """Runs programs without arguments once all processes of the mesh have come with theirs.
+
+    They come compiled: compiling takes each process its own time, and the limit is 30 s.
+
+    Raises:
+        ProcessGroupError: some did not come to the meeting `name` in time.
+    """
+    members = _processes_of(mesh)
     meet(current_group(), name, True, judge=lambda _: True, members=members, timeout_s=timeout_s)
     for program in programs:
         jax.block_until_ready(program())
+
+
+def _processes_of(mesh: jax.sharding.Mesh) -> list[int]:
+    return sorted({device.process_index for device in mesh.devices.flat})
 
 
 def _sum_over(mesh: jax.sharding.Mesh, axes: tuple[str, ...], num_elements: int) -> "jax.stages.Compiled":

@@ -15,7 +15,7 @@ from jaxpar._compat import keep_programs, world_of_programs
 from jaxpar._errors import ProcessGroupError
 from jaxpar._kept import KeptPrograms
 from jaxpar.mesh import _keep
-from jaxpar.mesh._group import Membership
+from jaxpar.mesh._group import Membership, group_slot
 from jaxpar_launch.env import ProgramCache
 
 
@@ -142,6 +142,7 @@ def test_processes_share_files_on_gpus_only(
 def test_folders_and_limits_that_cannot_be_right_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(group_slot(), "group", None)  # an earlier test's world of one
     for_all = tmp_path / "for_all"
     for_all.mkdir()
     for_all.chmod(0o777)

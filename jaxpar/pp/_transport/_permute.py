@@ -3,7 +3,8 @@
     devices of the source | of the target       place 0 -> n, 1 -> n + 1, ...       f32[2 n, ...], a part on each device
 
 The runtime matches such programs by their order alone, so all processes run them in the order of the program. On CPU a program
-occupies its thread until the neighbour has come; there they have a thread of their own.
+occupies its thread until the neighbour has come; there they have a thread of their own, in which both sides meet before the
+first program of each pair, as its connections wait 30 s and no longer.
 """
 
 import collections
@@ -18,9 +19,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar._errors import ProcessGroupError
+from jaxpar._errors import ProcessGroupError, WorkerLostError
 from jaxpar.mesh._devices import Device
 from jaxpar.mesh._mesh import auto_mesh
+from jaxpar.mesh._warm_up import run_together
 from jaxpar.pp._transport._arrivals import Arrivals, Expected
 from jaxpar.pp._transport._protocol import Arrival, Hop, Leaves
 from jaxpar.pp._transport._shards import joined, local_devices, parts_of
@@ -48,7 +50,7 @@ class Permutes:
     def move(self, values: Leaves | None, hop: Hop, wanted: Sequence[jax.ShapeDtypeStruct]) -> Arrival:
         """Runs the program, or has it run; both sides do."""
         sides = (self._meshes[hop.source], self._meshes[hop.target])
-        future = self._run(functools.partial(_permuted, sides, values, list(wanted)))
+        future = self._run(functools.partial(_permuted, sides, values, list(wanted), self._timeout_s))
         self._under_way.append((_end_of(future), hop))
         peers = {d.process_index for d in sides[0].devices.flat} - {jax.process_index()}
 
@@ -70,7 +72,7 @@ class Permutes:
     def _result(self, future: "concurrent.futures.Future[Leaves]", hop: Hop) -> Leaves:
         try:
             return future.result(self._timeout_s)
-        except TimeoutError:
+        except (TimeoutError, _NotConnectedError) as error:
             source, target = (
                 sorted({d.process_index for d in self._meshes[rank].devices.flat})
                 for rank in (hop.source, hop.target)
@@ -80,7 +82,7 @@ class Permutes:
                 f"pipeline (processes {source}) to rank {hop.target} (processes {target}), and this is process "
                 f"{jax.process_index()}. Look at the output of those. If they are only slow, write "
                 f"init_process_group(timeout_s=...)."
-            ) from None
+            ) from error.__cause__
         except jax.errors.JaxRuntimeError as error:
             raise ProcessGroupError(
                 f"pipeline: another process of the pipeline is lost, as seen from process {jax.process_index()}. Under way: "
@@ -89,13 +91,19 @@ class Permutes:
 
 
 def _permuted(
-    sides: tuple[Mesh, Mesh], values: Leaves | None, wanted: Sequence[jax.ShapeDtypeStruct]
+    sides: tuple[Mesh, Mesh],
+    values: Leaves | None,
+    wanted: Sequence[jax.ShapeDtypeStruct],
+    timeout_s: float,
 ) -> Leaves:
     """The values at the target; nothing in a process that has no device there."""
-    if sides[0].devices.flat[0].platform == "cpu":
+    is_cpu = sides[0].devices.flat[0].platform == "cpu"
+    if is_cpu:
         # Else the program would wait in the runtime's pool, and keep others out of it.
         jax.block_until_ready(values)
     mesh = auto_mesh(np.stack([side.devices.reshape(-1) for side in sides]), _AXES)
+    if is_cpu:
+        _connect(mesh, timeout_s)
     whole = NamedSharding(mesh, PartitionSpec(_AXES))
     parts = [parts_of(x) for x in values] if values is not None else [{} for _ in wanted]
     given, targets = [], set(sides[1].devices.flat)
@@ -123,6 +131,29 @@ def _program(mesh: Mesh) -> Any:
 
     spec = PartitionSpec(_AXES)
     return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(spec,), out_specs=spec))
+
+
+@functools.cache
+def _connect(mesh: Mesh, timeout_s: float) -> None:
+    """Opens the connections from the first half of the devices to the second, once."""
+
+    def run() -> jax.Array:
+        place = jax.lax.axis_index(_AXES).astype("float32")
+        return jax.lax.ppermute(place, "side", [(0, 1)]).reshape(1)
+
+    program = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(), out_specs=PartitionSpec(_AXES)))
+    source, target = ([device.id for device in side] for side in mesh.devices)
+    name = f"the first message of a pipeline from devices {source} to {target}"
+    try:
+        run_together([program.lower().compile()], mesh, name, timeout_s=timeout_s)
+    except WorkerLostError:
+        raise
+    except ProcessGroupError as error:
+        raise _NotConnectedError from error
+
+
+class _NotConnectedError(Exception):
+    """The other side did not come."""
 
 
 @functools.lru_cache(maxsize=256)
