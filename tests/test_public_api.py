@@ -62,8 +62,11 @@ PUBLIC = {
         LocalSGDStep TrainStep averaged clip_grad_norm ema skip_spikes total_norm
     """,
     "jaxpar_launch": """
-        Failure LaunchFailedError LaunchResult LaunchSpec LaunchSpecError LaunchTimeoutError RendezvousConf
-        RendezvousError RendezvousSpec StreamChoice WorkerEnvError heartbeat launch
+        EtcdAccess Failure LaunchFailedError LaunchResult LaunchSpec LaunchSpecError LaunchTimeoutError
+        RendezvousConf RendezvousError RendezvousSpec StreamChoice WorkerEnvError heartbeat launch
+    """,
+    "jaxpar_launch.timer": """
+        expires
     """,
 }
 

@@ -7,6 +7,7 @@ from jaxpar_launch._errors import LaunchSpecError as LaunchSpecError
 from jaxpar_launch._errors import LaunchTimeoutError as LaunchTimeoutError
 from jaxpar_launch._errors import RendezvousError as RendezvousError
 from jaxpar_launch._errors import WorkerEnvError as WorkerEnvError
+from jaxpar_launch._etcd_access import EtcdAccess as EtcdAccess
 from jaxpar_launch._rdzv_spec import RendezvousConf as RendezvousConf
 from jaxpar_launch._rdzv_spec import RendezvousSpec as RendezvousSpec
 from jaxpar_launch._report import Failure as Failure

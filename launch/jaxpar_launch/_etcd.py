@@ -7,23 +7,21 @@
     get, get_many, wait                  kv/range until it is there: etcd's watch needs a stream for each waiter
     leave_will                           nothing: etcd forgets a key when its owner dies, but sets none; beats tell instead
 
-Requests that find one etcd dead go to the next. No TLS, no password: keep it on the cluster's own network.
+Requests, and what TLS and passwords add to them: `_etcd_http.py`.
 """
 
 import base64
-import http.client
+import copy
 import json
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from jaxpar_launch.env import split_address
-from jaxpar_launch.store import StoreError, StoreTimeoutError, StoreValue
+from jaxpar_launch._etcd_access import EtcdAccess
+from jaxpar_launch._etcd_http import PATIENCE_S, Gateway, Json
+from jaxpar_launch.store import StoreTimeoutError, StoreValue
 
 _LOOK_S = 0.05
-_REQUEST_S, _PATIENCE_S = 5.0, 20.0
-Json = dict[str, Any]
 
 
 class EtcdClient:
@@ -33,28 +31,41 @@ class EtcdClient:
         endpoints: "host:port" of one or more etcd servers.
         prefix: before all keys.
         timeout_s: how long to try to connect; later requests have 20 s, in which etcd may choose a new leader.
+        access: how it is spoken to, and as whom; None: plain HTTP, as nobody.
+        meanwhile: called between two tries; what it raises ends them.
 
     Raises:
         StoreTimeoutError: no etcd answered in time.
+        StoreAuthenticationError: a certificate, user or password is not accepted.
+        LaunchSpecError: there is no password, or a file is no certificate.
     """
 
-    def __init__(self, endpoints: Sequence[str], *, prefix: str, timeout_s: float) -> None:
-        self._endpoints, self._prefix, self._timeout_s = tuple(endpoints), prefix, timeout_s
-        self._lock = threading.Lock()
-        self._connection: http.client.HTTPConnection | None = None
-        self._current = 0
-        self.try_get("hello")
-        self._timeout_s = min(timeout_s, _PATIENCE_S)
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        *,
+        prefix: str,
+        timeout_s: float,
+        access: EtcdAccess | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._prefix, self._timeout_s = prefix, min(timeout_s, PATIENCE_S)
+        self._gateway = Gateway(endpoints, access or EtcdAccess(), timeout_s=timeout_s, meanwhile=meanwhile)
+        try:
+            self.try_get("hello")
+        except BaseException:
+            self.close()
+            raise
 
     def clone(self) -> "EtcdClient":
         """Another connection, for another thread."""
-        return EtcdClient(self._endpoints, prefix=self._prefix, timeout_s=self._timeout_s)
+        other = copy.copy(self)
+        other._gateway = self._gateway.clone()
+        return other
 
     def close(self) -> None:
         """Ends the connection."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        self._gateway.close()
 
     def __enter__(self) -> Self:
         return self
@@ -64,11 +75,11 @@ class EtcdClient:
 
     def set(self, key: str, value: StoreValue) -> None:
         """Sets a key, whatever it held."""
-        self._ask("kv/put", {"key": self._key(key), "value": _packed(value)})
+        self._gateway.ask("kv/put", {"key": self._key(key), "value": _packed(value)})
 
     def try_get(self, key: str) -> Any:
         """The value of a key now, or None."""
-        found = self._ask("kv/range", {"key": self._key(key)}).get("kvs", [])
+        found = self._gateway.ask("kv/range", {"key": self._key(key)}).get("kvs", [])
         return _unpacked(found[0]["value"]) if found else None
 
     def compare_set(self, key: str, expected: StoreValue | None, value: StoreValue) -> Any:
@@ -79,7 +90,7 @@ class EtcdClient:
             condition |= {"target": "CREATE", "create_revision": "0"}
         else:
             condition |= {"target": "VALUE", "value": _packed(expected)}
-        answer = self._ask(
+        answer = self._gateway.ask(
             "kv/txn",
             {
                 "compare": [condition],
@@ -123,12 +134,12 @@ class EtcdClient:
 
     def keys(self, prefix: str = "") -> list[str]:
         """The keys with a prefix, sorted."""
-        found = self._ask("kv/range", self._range(prefix) | {"keys_only": True}).get("kvs", [])
+        found = self._gateway.ask("kv/range", self._range(prefix) | {"keys_only": True}).get("kvs", [])
         return sorted(_text(kv["key"]).removeprefix(self._prefix) for kv in found)
 
     def delete_prefix(self, prefix: str) -> int:
         """Removes the keys with a prefix; returns how many."""
-        return int(self._ask("kv/deleterange", self._range(prefix)).get("deleted", 0))
+        return int(self._gateway.ask("kv/deleterange", self._range(prefix)).get("deleted", 0))
 
     def _key(self, key: str) -> str:
         return base64.b64encode((self._prefix + key).encode()).decode()
@@ -137,39 +148,6 @@ class EtcdClient:
         start = (self._prefix + prefix).encode()
         end = start[:-1] + bytes([start[-1] + 1])
         return {"key": base64.b64encode(start).decode(), "range_end": base64.b64encode(end).decode()}
-
-    def _ask(self, what: str, message: Json) -> Json:
-        """One request, of the first etcd that answers."""
-        body, why = json.dumps(message), "no time was left to try"
-        until = time.monotonic() + self._timeout_s
-        with self._lock:
-            while time.monotonic() < until:
-                try:
-                    return self._exchange(what, body)
-                except (OSError, http.client.HTTPException) as error:
-                    why = f"{self._endpoints[self._current]}: {error or type(error).__name__}"
-                    self.close()
-                    self._current = (self._current + 1) % len(self._endpoints)
-                    time.sleep(_LOOK_S)
-        raise StoreTimeoutError(f"no etcd answers: {why}")
-
-    def _exchange(self, what: str, body: str) -> Json:
-        if self._connection is None:
-            host, port = split_address(self._endpoints[self._current], variable="--rdzv-endpoint")
-            self._connection = http.client.HTTPConnection(host, port, timeout=_REQUEST_S)
-        self._connection.request("POST", f"/v3/{what}", body, {"Content-Type": "application/json"})
-        response = self._connection.getresponse()
-        data = response.read()
-        if response.status == 503:  # it has no leader at present
-            raise OSError(f"HTTP 503 {data[:80]!r}")
-        if response.status != 200:
-            raise StoreError(
-                f"etcd at {self._endpoints[self._current]} refused {what}: HTTP {response.status} {data[:200]!r}"
-            )
-        try:
-            return json.loads(data)
-        except ValueError as error:
-            raise StoreError(f"what answers at {self._endpoints[self._current]} is no etcd") from error
 
 
 def _packed(value: StoreValue) -> str:

@@ -14,6 +14,8 @@ Starts a script in several processes on one host or many, watches them, and ends
   Show only rank 0, the others in files      jaxpar-launch --nproc-per-node 2 --log-dir logs --redirects 1:3 train.py
   Two hosts: the same line on each           jaxpar-launch --nnodes 2 --rdzv-endpoint node0:29400 --nproc-per-node 4 train.py
   As many hosts as come, two at least        jaxpar-launch --nnodes 2:8 --rdzv-endpoint node0:29400 --max-restarts 3 train.py
+  Met at an etcd with TLS and a password     jaxpar-launch --nnodes 2 --rdzv-backend etcd --rdzv-endpoint https://etcd0:2379 \\
+                                               --rdzv-conf cacert=ca.pem,user=train,password_file=etcd.txt train.py
   All nodes of a Slurm job                   srun --ntasks-per-node=1 jaxpar-launch --nproc-per-node 4 train.py
   Hosts with places given by hand            jaxpar-launch --nnodes 2 --node-rank 1 --master-addr node0 train.py
   Start again when a worker fails            jaxpar-launch --nproc-per-node 2 --max-restarts 3 train.py
@@ -52,6 +54,8 @@ hosts
                  slurm              nodes, endpoint and id from Slurm; found by itself under srun on several nodes
   --rdzv-conf NAME=S,...            join_timeout 600: for MIN hosts to come; last_call_timeout 30: for more of them;
                                     keep_alive_interval 1, keep_alive_max_attempt 5: a silent launcher is lost after 5 s
+                                    for etcd: protocol=https, cacert=FILE of who signed its certificate [the system's]; cert=FILE,
+                                    key=FILE this host's own; user=NAME, password_file=FILE [the variable JAXPAR_ETCD_PASSWORD]
   --node-rank N                     this host's place, if it shall be fixed  [by arrival]
   --local-addr HOST                 an address of this host that the others can reach  [that which leads to the endpoint]
 where workers meet

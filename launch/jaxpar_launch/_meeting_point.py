@@ -8,6 +8,7 @@
 import contextlib
 import hashlib
 import socket
+from collections.abc import Callable
 
 from jaxpar_launch._errors import LaunchSpecError, RendezvousError
 from jaxpar_launch._pulse import Store
@@ -18,23 +19,27 @@ from jaxpar_launch.store import StoreAuthenticationError, StoreClient, StoreErro
 _PATIENCE_S = 5.0  # with a store that was there: its host may be gone
 
 
-def meet(rendezvous: RendezvousSpec, *, run_id: str, token: str) -> tuple[StoreServer | None, Store]:
+def meet(
+    rendezvous: RendezvousSpec, *, run_id: str, token: str, meanwhile: Callable[[], None]
+) -> tuple[StoreServer | None, Store]:
     """The store at an endpoint; a server if it is this host that serves it.
 
     Args:
         rendezvous: where.
         run_id: the job's name.
         token: its secret.
+        meanwhile: called between two tries; what it raises ends them.
 
     Raises:
-        RendezvousError: nobody serves it in time, or it is another job's.
+        RendezvousError: nobody serves it in time, it is another job's, or etcd does not let us in.
+        LaunchSpecError: the password of etcd's user is missing, or a file is no certificate.
     """
     endpoint, timeout_s = rendezvous.endpoint, rendezvous.conf.join_timeout
     if rendezvous.backend == "etcd":
-        return None, _at_etcd(endpoint, run_id, timeout_s)
+        return None, _at_etcd(rendezvous, run_id, meanwhile)
     server = _serve(endpoint, token)
     try:
-        with StoreClient(endpoint, token=token, timeout_s=timeout_s) as patient:
+        with StoreClient(endpoint, token=token, timeout_s=timeout_s, meanwhile=meanwhile) as patient:
             return server, patient.clone(timeout_s=_PATIENCE_S)
     except StoreAuthenticationError as error:
         raise RendezvousError(
@@ -50,11 +55,20 @@ def meet(rendezvous: RendezvousSpec, *, run_id: str, token: str) -> tuple[StoreS
         ) from error
 
 
-def _at_etcd(endpoints: str, run_id: str, timeout_s: float) -> Store:
+def _at_etcd(rendezvous: RendezvousSpec, run_id: str, meanwhile: Callable[[], None]) -> Store:
     from jaxpar_launch._etcd import EtcdClient
 
+    endpoints, timeout_s = rendezvous.endpoint, rendezvous.conf.join_timeout
     try:
-        return EtcdClient(endpoints.split(","), prefix=f"/jaxpar/{run_id}/", timeout_s=timeout_s)
+        return EtcdClient(
+            endpoints.split(","),
+            prefix=f"/jaxpar/{run_id}/",
+            timeout_s=timeout_s,
+            access=rendezvous.conf.etcd,
+            meanwhile=meanwhile,
+        )
+    except StoreAuthenticationError as error:
+        raise RendezvousError(f"{error}.") from error
     except StoreError as error:
         raise RendezvousError(
             f"no etcd at {endpoints} within {timeout_s:g} s: {error}. Its client port is 2379 as a rule; --rdzv-conf join_timeout=S "

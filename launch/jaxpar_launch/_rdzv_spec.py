@@ -1,7 +1,7 @@
 """Where and with how many other hosts a job meets, from torchrun's options.
 
 --nnodes 2              two hosts, no more and no fewer      --nnodes 2:4   as many as come, two at least
---rdzv-endpoint a:29400         the first of them to listen there serves the others
+--rdzv-endpoint a:29400         the first of them to listen there serves the others; of etcd also https://a:2379
 --node-rank 1 --master-addr a --master-port 29400            the same, with places given by hand ("static")
 """
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from jaxpar_launch._errors import LaunchSpecError, WorkerEnvError
+from jaxpar_launch._etcd_access import OTHER_NAMES, EtcdAccess
 from jaxpar_launch.env import split_address
 
 BACKENDS = {"tcp": "tcp", "c10d": "tcp", "static": "tcp", "etcd": "etcd", "etcd-v2": "etcd"}
@@ -19,19 +20,21 @@ _LINE = "jaxpar-launch --nnodes 2 --rdzv-endpoint node0:29400 --nproc-per-node 4
 
 @dataclass(frozen=True, kw_only=True)
 class RendezvousConf:
-    """Seconds, as torchrun names them (row E8).
+    """Seconds, as torchrun names them (row E8), and how etcd is reached.
 
     Args:
         join_timeout: how long to wait for the least number of hosts.
         last_call_timeout: how long to wait for more, once they are there.
         keep_alive_interval: between two signs of life of a launcher.
         keep_alive_max_attempt: how many may be missing before it is taken for lost.
+        etcd: with TLS, and as which user, if etcd keeps the meeting.
     """
 
     join_timeout: float = 600.0
     last_call_timeout: float = 30.0
     keep_alive_interval: float = 1.0
     keep_alive_max_attempt: float = 5.0
+    etcd: EtcdAccess = EtcdAccess()
 
     @property
     def patience_s(self) -> float:
@@ -39,30 +42,52 @@ class RendezvousConf:
         return self.keep_alive_interval * self.keep_alive_max_attempt
 
     @classmethod
-    def parse(cls, text: str) -> "RendezvousConf":
+    def parse(cls, text: str, *, protocol: str | None = None) -> "RendezvousConf":
         """From "name=value,name=value".
 
+        Args:
+            text: as on the command line.
+            protocol: "http" or "https", if the endpoint said so.
+
         Raises:
-            LaunchSpecError: another name, or no number.
+            LaunchSpecError: another name, no number, or a file that is not there.
 
         Example:
             >>> RendezvousConf.parse("join_timeout=60").join_timeout
             60.0
         """
-        names = [f.name for f in fields(cls)]
+        seconds, access = (_names(kind) for kind in (cls, EtcdAccess))
         values: dict[str, float] = {}
+        words: dict[str, str] = {} if protocol is None else {"protocol": protocol}
         for part in filter(None, text.split(",")):
-            name, _, value = part.partition("=")
+            name, _, value = (word.strip() for word in part.partition("="))
+            name = OTHER_NAMES.get(name, name)
+            if name == "password":
+                raise LaunchSpecError(
+                    "--rdzv-conf password=...: everybody on this host can read a command line. Put it into JAXPAR_ETCD_PASSWORD, or into "
+                    "a file: password_file=FILE."
+                )
+            if name in access and value:
+                if name == "protocol" and protocol not in (None, value):
+                    raise LaunchSpecError(
+                        f"--rdzv-conf protocol={value} contradicts --rdzv-endpoint {protocol}://...: leave it out."
+                    )
+                words[name] = value
+                continue
             try:
-                if name.strip() not in names or not 0 < float(value) < float("inf"):
+                if name not in seconds or not 0 < float(value) < float("inf"):
                     raise ValueError(part)
             except ValueError:
                 raise LaunchSpecError(
-                    f"--rdzv-conf {part}: not name=seconds with a name of {', '.join(names)}. Write for example "
-                    "--rdzv-conf join_timeout=60,last_call_timeout=5."
+                    f"--rdzv-conf {part}: not name=seconds with a name of {', '.join(seconds)}, nor, for etcd, one of "
+                    f"{', '.join(access)} with its value. Write for example --rdzv-conf join_timeout=60,last_call_timeout=5."
                 ) from None
-            values[name.strip()] = float(value)
-        return cls(**values)
+            values[name] = float(value)
+        return cls(**values, etcd=EtcdAccess(**words))
+
+
+def _names(kind: type) -> list[str]:
+    return [field.name for field in fields(kind) if field.name != "etcd"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +120,16 @@ class RendezvousSpec:
             raise LaunchSpecError(
                 f"a meeting of least={self.least} to most={self.most} hosts cannot be: 1 <= least <= most."
             )
+        if self.backend != "etcd" and self.conf.etcd != EtcdAccess():
+            raise LaunchSpecError(
+                "--rdzv-conf: protocol, certificates and users are those of etcd. Add --rdzv-backend etcd, or leave them out."
+            )
         try:
             for part in self.endpoint.split(","):
+                if "://" in part:
+                    raise LaunchSpecError(
+                        f"endpoint={part!r} is no host:port. Write conf=RendezvousConf(etcd=EtcdAccess(protocol='https')) beside it."
+                    )
                 split_address(part, variable="endpoint")
         except WorkerEnvError as error:
             raise LaunchSpecError(str(error)) from None
@@ -136,9 +169,8 @@ def rendezvous_of(options: Mapping[str, Any]) -> RendezvousSpec | None:
         raise LaunchSpecError(f"--nnodes {options['nnodes']} needs a place to meet: {_LINE}")
     kind = BACKENDS[backend or "tcp"]
     port = ETCD_PORT if kind == "etcd" else DEFAULT_PORT
-    parts = [
-        part if ":" in part and not part.endswith("]") else f"{part}:{port}" for part in endpoint.split(",")
-    ]
+    protocol, hosts = _protocol_of(endpoint)
+    parts = [part if ":" in part and not part.endswith("]") else f"{part}:{port}" for part in hosts]
     if len(parts) > 1 and kind != "etcd":
         raise LaunchSpecError(
             f"--rdzv-endpoint {endpoint}: one place to meet; several are for --rdzv-backend etcd."
@@ -150,8 +182,20 @@ def rendezvous_of(options: Mapping[str, Any]) -> RendezvousSpec | None:
         most=most,
         node_rank=node_rank,
         local_addr=options.get("local_addr"),
-        conf=RendezvousConf.parse(options.get("rdzv_conf") or ""),
+        conf=RendezvousConf.parse(options.get("rdzv_conf") or "", protocol=protocol),
     )
+
+
+def _protocol_of(endpoint: str) -> tuple[str | None, list[str]]:
+    """What stands before "://" in an endpoint, or None, and the hosts."""
+    pairs = [part.strip().rstrip("/").rpartition("://") for part in endpoint.split(",")]
+    protocols = {scheme for scheme, _, _ in pairs}
+    if len(protocols) > 1:
+        raise LaunchSpecError(
+            f"--rdzv-endpoint {endpoint}: all servers of one etcd speak the same. Write https:// before each of them, or before none and "
+            "--rdzv-conf protocol=https."
+        )
+    return protocols.pop() or None, [host for _, _, host in pairs]
 
 
 def _nodes(text: str) -> tuple[int, int]:

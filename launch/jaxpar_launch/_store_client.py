@@ -15,7 +15,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from jaxpar_launch._store_wire import (
@@ -37,7 +37,7 @@ from jaxpar_launch._store_wire import (
 
 _GRACE_S = 5.0
 """How much longer than a wait's own deadline the client listens before it calls the server unresponsive."""
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.01, 0.25
+_FIRST_PAUSE_S, _LAST_PAUSE_S, _DIAL_S = 0.01, 0.25, 3.0
 
 
 class StoreClient:
@@ -47,6 +47,7 @@ class StoreClient:
         address: "host:port" of the server; it may start later than the client.
         token: the job's secret.
         timeout_s: how long to try to connect, and the deadline of every request that has none of its own.
+        meanwhile: called between two tries to connect; what it raises ends them.
 
     Raises:
         StoreTimeoutError: nothing listened at the address within `timeout_s`.
@@ -60,11 +61,18 @@ class StoreClient:
         (1, 'rank 3')
     """
 
-    def __init__(self, address: str, *, token: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str,
+        timeout_s: float,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
         split_address(address)
         self.address = address
         self._token = token
-        self._timeout_s = timeout_s
+        self._timeout_s, self._meanwhile = timeout_s, meanwhile
         self._lock = threading.Lock()
         self._inbox = bytearray()
         self._socket: socket.socket | None = None
@@ -216,7 +224,7 @@ class StoreClient:
         pause_s, why = _FIRST_PAUSE_S, "no time was left to try"
         while (left_s := deadline - time.monotonic()) > 0:
             try:
-                self._socket = self._dial(left_s)
+                self._socket = self._dial(min(left_s, _DIAL_S))
                 self._greet(deadline)
                 return
             except OSError as error:
@@ -225,6 +233,7 @@ class StoreClient:
             except BaseException:
                 self.close()
                 raise
+            self._meanwhile()
             time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
         raise StoreTimeoutError(f"nothing answers at {self.address}: {why}")

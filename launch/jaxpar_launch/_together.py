@@ -51,7 +51,9 @@ class Together:
         token = secret_of(spec.run_id, secret)
         if self._rdzv.local_addr is not None:
             own_address(endpoint, self._rdzv.local_addr)  # a wrong one is refused before anyone is met
-        self._server, self._client = meet(self._rdzv, run_id=spec.run_id, token=token)
+        self._server, self._client = meet(
+            self._rdzv, run_id=spec.run_id, token=token, meanwhile=self._heed_signals
+        )
         self._me = Member(
             id=os.urandom(8).hex(),
             host=socket.gethostname(),
@@ -205,8 +207,7 @@ class Together:
 
     def _look_up(self, deadline: float, state: State) -> None:
         """A short wait; for a signal, and for the end of patience."""
-        if asked := [signum for signum in self._inbox.take() if signum in ENDING]:
-            raise RendezvousError("told to end while waiting for the other hosts.", exit_code=128 + asked[0])
+        self._heed_signals()
         if time.monotonic() > deadline:
             here = ", ".join(member.host for member in state.members) or "nobody"
             raise RendezvousError(
@@ -215,6 +216,10 @@ class Together:
                 "--rdzv-id, or write --nnodes MIN:MAX with a smaller MIN."
             )
         time.sleep(_LOOK_S)
+
+    def _heed_signals(self) -> None:
+        if asked := [signum for signum in self._inbox.take() if signum in ENDING]:
+            raise RendezvousError("told to end while waiting for the other hosts.", exit_code=128 + asked[0])
 
     def _checked(self, state: State) -> State:
         """Are the places given by hand all different, and can the hosts reach each other?"""

@@ -271,8 +271,8 @@ def scratch_root() -> str:
 
 
 def inherited_environ() -> dict[str, str]:
-    """What workers inherit from the launcher: everything."""
-    return dict(os.environ)
+    """What workers inherit from the launcher: everything, but the password of etcd, which is the launcher's alone."""
+    return {name: value for name, value in os.environ.items() if name != "JAXPAR_ETCD_PASSWORD"}
 
 
 def thread_defaults(

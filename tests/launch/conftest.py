@@ -1,7 +1,9 @@
 """What the launcher's tests share: workers as text, the command with a deadline, and a look at what is left alive."""
 
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -96,6 +98,41 @@ def living(tmp_path: Path) -> Callable[[], list[int]]:
 def wait_until() -> Callable[..., None]:
     """`wait_until(condition, what=..., timeout_s=...)` polls; it fails the test at the deadline."""
     return _wait_until
+
+
+@pytest.fixture(scope="module")
+def start_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
+    """`start_etcd(*options, protocol="http")` gives the address of an etcd (a real one, where it is installed) of this module's tests."""
+    if (program := shutil.which("etcd")) is None:
+        pytest.skip("needs etcd: apt-get install etcd-server")
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*options: object, protocol: str = "http") -> str:
+        address = f"127.0.0.1:{free_port()}"
+        client, peer = f"{protocol}://{address}", f"http://127.0.0.1:{free_port()}"
+        urls = ["--listen-client-urls", client, "--advertise-client-urls", client, "--listen-peer-urls", peer]
+        urls += ["--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"]
+        data = tmp_path_factory.mktemp("etcd") / "data"
+        line = [program, "--data-dir", data, "--log-outputs", "stderr", *urls, *map(str, options)]
+        started.append(subprocess.Popen(line, stderr=subprocess.DEVNULL))
+        return address
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait(timeout=10)
+
+
+@pytest.fixture
+def unused_port() -> int:
+    """A port of loopback that nobody listens at."""
+    return free_port()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _living(folder: Path) -> list[int]:

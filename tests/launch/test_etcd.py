@@ -1,10 +1,7 @@
 """With etcd the meeting outlives any host of the job: also the first one may die (real etcd, where it is installed)."""
 
-import shutil
-import socket
-import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,31 +18,12 @@ while not os.path.exists("go"):
 """
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def etcd(start_etcd: Callable[..., str]) -> str:
     """The address of an etcd."""
-    if (program := shutil.which("etcd")) is None:
-        pytest.skip("needs etcd: apt-get install etcd-server")
-    client, peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
-    urls = ["--listen-client-urls", client, "--advertise-client-urls", client, "--listen-peer-urls", peer]
-    urls += ["--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"]
-    folder = tmp_path_factory.mktemp("etcd")
-    process = subprocess.Popen(
-        [program, "--data-dir", folder / "data", "--log-outputs", "stderr", *urls], stderr=subprocess.DEVNULL
-    )
-    try:
-        address = client.removeprefix("http://")
-        EtcdClient([address], prefix="/test/", timeout_s=20).close()
-        yield address
-    finally:
-        process.kill()
-        process.wait(timeout=10)
+    address = start_etcd()
+    EtcdClient([address], prefix="/test/", timeout_s=20).close()
+    return address
 
 
 def test_it_has_the_operations_of_a_store(etcd: str) -> None:
@@ -63,16 +41,16 @@ def test_it_has_the_operations_of_a_store(etcd: str) -> None:
         assert client.delete_prefix("") == 2 and client.keys() == []
 
 
-def test_of_several_the_one_that_answers_is_asked(etcd: str) -> None:
-    with EtcdClient([f"127.0.0.1:{free_port()}", etcd], prefix="/b/", timeout_s=5) as client:
+def test_of_several_the_one_that_answers_is_asked(etcd: str, unused_port: int) -> None:
+    with EtcdClient([f"127.0.0.1:{unused_port}", etcd], prefix="/b/", timeout_s=5) as client:
         client.set("x", 1)
         assert client.get("x") == 1
 
 
-def test_no_etcd_is_an_error_in_time() -> None:
+def test_no_etcd_is_an_error_in_time(unused_port: int) -> None:
     start = time.monotonic()
     with pytest.raises(StoreTimeoutError, match="no etcd answers: 127.0.0.1"):
-        EtcdClient([f"127.0.0.1:{free_port()}"], prefix="/", timeout_s=0.5)
+        EtcdClient([f"127.0.0.1:{unused_port}"], prefix="/", timeout_s=0.5)
     assert time.monotonic() - start < 5
 
 
