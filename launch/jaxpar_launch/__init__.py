@@ -1,5 +1,6 @@
 """jaxpar-launch: starts, watches and explains a group of worker processes. Standard library only."""
 
+from jaxpar_launch import timer as timer
 from jaxpar_launch._api import LaunchResult as LaunchResult
 from jaxpar_launch._api import launch as launch
 from jaxpar_launch._errors import LaunchFailedError as LaunchFailedError

@@ -75,6 +75,9 @@ restarting and stopping
   --recover-timeout S               how long they may take to leave the old world before all start again after all  [10]
   --hang-timeout S                  a worker that notes its progress (jaxpar's steps do; jaxpar_launch.heartbeat()) and then
                                     nothing for S seconds hangs: says where each rank is, ends the round  [never]
+                                    (with jaxpar_launch.timer.expires(after_s=30): ... does so for a piece of a script, always)
+  --health-check-port PORT          GET / answers 200 and how things stand, as JSON; 503 if the launcher is stuck, or the job is
+                                    failing  [none]
   --compilation-cache-dir DIR       jaxpar.init_process_group() keeps each worker's compiled programs there, and loads them next
                                     time; trust DIR like code. JAXPAR_COMPILATION_CACHE_MAX_BYTES bounds it  [none; 10 GiB]
   --grace-period S                  after SIGTERM or SIGINT to the launcher: until SIGKILL  [30]
