@@ -11,26 +11,28 @@ round (guard, folder, signals) is held here; ports and stores by what gives the 
 
 import contextlib
 import os
+import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxpar_launch._alone import Alone
 from jaxpar_launch._devices import num_cores
-from jaxpar_launch._errors import LaunchSpecError
+from jaxpar_launch._errors import LaunchSpecError, RendezvousError
+from jaxpar_launch._events import Events
 from jaxpar_launch._files import RunFolder
 from jaxpar_launch._group import Group
 from jaxpar_launch._logs import MemorySink
 from jaxpar_launch._outcome import Outcome
 from jaxpar_launch._reaper import Reaper
 from jaxpar_launch._round import Round
-from jaxpar_launch._signals import SignalInbox
+from jaxpar_launch._signals import ENDING, SignalInbox
 from jaxpar_launch._spec import LaunchSpec
 from jaxpar_launch._worker import Console, Worker
-from jaxpar_launch.env import WorkerEnv, inherited_environ, thread_defaults
+from jaxpar_launch.env import WorkerEnv, inherited_environ, join_address, thread_defaults
 
 if TYPE_CHECKING:
     from jaxpar_launch._together import Together
@@ -64,17 +66,29 @@ def run_agent(
     with contextlib.ExitStack() as stack:
         folder = RunFolder.make(log_dir=spec.log_dir, run_id=spec.run_id, is_kept=spec.has_logs)
         stack.callback(folder.close)
+        host = socket.gethostname()
+        events = stack.enter_context(_events(folder.path if spec.has_logs else None, host))
         job = _Job(
             spec=spec,
-            inbox=stack.enter_context(SignalInbox()),
+            inbox=stack.enter_context(SignalInbox(lambda signum: _note_signal(events, signum))),
             folder=folder,
             reaper=stack.enter_context(contextlib.closing(Reaper())),
-            console=Console(socket.gethostname(), is_shown=is_shown, memories=memories),
+            console=Console(host, is_shown=is_shown, memories=memories),
             deadline=None if timeout_s is None else time.monotonic() + timeout_s,
             values={} if values is None else values,
+            events=events,
+            workers=[],
         )
+        events.note("launched", pid=os.getpid(), nproc=spec.nproc, run_id=spec.run_id)
+        if spec.health_check_port is not None:
+            from jaxpar_launch._health import Health, HealthServer  # most jobs start faster without
+
+            health = Health(events, job.inbox, job.workers)
+            stack.enter_context(contextlib.closing(HealthServer(spec.health_check_port, health)))
         rounds = stack.enter_context(contextlib.closing(_rounds(job, secret)))
         while True:
+            if spec.rendezvous is not None:
+                events.note("gathering")
             with rounds.next_round() as round_:
                 outcome = _run_round(job, round_, rounds)
             outcome, why = rounds.conclude(outcome)
@@ -84,11 +98,13 @@ def run_agent(
                 if outcome.exit_code and spec.has_logs:
                     folder.keep("report.txt", outcome.report)
                 break
+            events.note("restart", text=why)
             if is_shown:
                 said = [outcome.report] if outcome.hang else []
                 print(*said, f"jaxpar-launch: {why}", sep="\n", file=sys.stderr, flush=True)
         if is_shown and outcome.exit_code and os.isatty(1):
             os.write(1, _SHOW_CURSOR)  # rank 0's progress bar hid it, and may not have lived to bring it back
+        events.note("ended", exit_code=outcome.exit_code, text=outcome.head.partition("\n")[0])
         return outcome
 
 
@@ -103,6 +119,23 @@ class _Job:
     console: Console
     deadline: float | None
     values: dict[int, bytes]
+    events: Events
+    workers: list[Worker]
+
+
+@contextlib.contextmanager
+def _events(folder: str | None, host: str) -> Iterator[Events]:
+    """Events, of which the last is said even if the launcher ends by an error of its own."""
+    with contextlib.closing(Events(folder, host)) as events:
+        try:
+            yield events
+        except (LaunchSpecError, RendezvousError) as error:
+            events.note("ended", exit_code=error.exit_code, text=str(error))
+            raise
+
+
+def _note_signal(events: Events, signum: int) -> None:
+    events.note("signal" if signum in ENDING else "signal_passed_on", name=signal.Signals(signum).name)
 
 
 def _rounds(job: _Job, secret: str | None) -> "Alone | Together":
@@ -110,16 +143,21 @@ def _rounds(job: _Job, secret: str | None) -> "Alone | Together":
         return Alone(job.spec)
     from jaxpar_launch._together import Together  # one host starts faster without it
 
-    return Together(job.spec, secret=secret, inbox=job.inbox)
+    return Together(job.spec, secret=secret, inbox=job.inbox, events=job.events)
 
 
 def _run_round(job: _Job, round_: Round, rounds: "Alone | Together") -> Outcome:
     """Starts this host's workers and watches them to their end."""
-    spec = job.spec
-    workers: list[Worker] = []
+    spec, events, workers = job.spec, job.events, job.workers
+    workers.clear()
+    events.turn_to(round_)
+    events.note("rendezvous", **_facts(round_, spec.nproc))
 
     def start(round_: Round, local_rank: int) -> Worker:
-        return _start(spec, round_, local_rank, job.folder, job.console)
+        events.turn_to(round_)
+        worker = _start(spec, round_, local_rank, job.folder, job.console)
+        events.note("worker_started", rank=worker.env.rank, local_rank=local_rank, pid=worker.pid)
+        return worker
 
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: [worker.close() for worker in workers])
@@ -138,11 +176,22 @@ def _run_round(job: _Job, round_: Round, rounds: "Alone | Together") -> Outcome:
             outside=rounds.outside,
             recovery=rounds.recovery,
             start=start,
+            events=events,
         )
         outcome = group.run()
         job.values.clear()
         job.values.update((worker.env.rank, worker.take_value()) for worker in workers)
         return outcome
+
+
+def _facts(round_: Round, nproc: int) -> dict[str, Any]:
+    return {
+        "ranks": list(range(round_.first_rank, round_.first_rank + nproc)),
+        "world_size": round_.world_size,
+        "group_rank": round_.group_rank,
+        "group_world_size": round_.group_world_size,
+        "coordinator": join_address(round_.master_addr, round_.master_port),
+    }
 
 
 def worker_environ(spec: LaunchSpec, env: WorkerEnv, inherited: Mapping[str, str]) -> dict[str, str]:

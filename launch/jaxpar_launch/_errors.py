@@ -7,6 +7,8 @@
 class LaunchSpecError(ValueError):
     """A launch cannot be started as asked; the message names the flag and the line to write instead."""
 
+    exit_code = 2
+
 
 class WorkerEnvError(ValueError):
     """The environment variables of a worker are incomplete or malformed; the message names them."""

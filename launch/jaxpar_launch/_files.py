@@ -2,6 +2,7 @@
 
     <log-dir>/<run id>_<random>/attempt_0/1/stdout.log stderr.log error.json flight.bin      1 = local rank
                                 report.txt                                                   if the job failed
+                                events.jsonl                                                 what happened (`_events.py`)
 
 Without `--log-dir` the folder is a temporary one; it is removed at the end unless it holds logs.
 """

@@ -19,12 +19,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from jaxpar_launch._events import Events, note_end
 from jaxpar_launch._fates import Fate
-from jaxpar_launch._hang import Place, Watchdog, places_of
+from jaxpar_launch._hang import Place, Watchdog, places_of, summary
 from jaxpar_launch._logs import Stream
 from jaxpar_launch._outcome import TIMEOUT_EXIT_CODE, Outcome, cause_of, hang_text, shell_code
 from jaxpar_launch._reaper import Reaper
-from jaxpar_launch._report import Failure, exit_text, failure_text, ranked
+from jaxpar_launch._report import Failure, exit_text, failure_text, ranked, signal_name
 from jaxpar_launch._round import Round
 from jaxpar_launch._signals import ENDING, SignalInbox
 from jaxpar_launch._spec import LaunchSpec
@@ -32,6 +33,7 @@ from jaxpar_launch._worker import Console, Worker
 
 if TYPE_CHECKING:
     from jaxpar_launch._in_place import InPlace
+    from jaxpar_launch._members import End
 
 _DRAIN_S = 0.5
 _ABANDON_S = (
@@ -48,6 +50,11 @@ class Outside(Protocol):
 
     def take(self) -> bool:
         """Whether it has."""
+        ...
+
+    @property
+    def end(self) -> "End | None":
+        """How, if that can be told."""
         ...
 
     @property
@@ -84,10 +91,11 @@ class Group:
         outside: Outside | None = None,
         recovery: "InPlace | None" = None,
         start: Callable[[Round, int], Worker],
+        events: Events,
     ) -> None:
         self._workers, self._spec, self._inbox = workers, spec, inbox
         self._console, self._host = console, console.hostname
-        self._recovery, self._start = recovery, start
+        self._recovery, self._start, self._events = recovery, start, events
         self._lost: list[Failure] = []  # of a recovery under way
         self._reaper, self._outside = reaper, outside
         self._deadline = deadline  # of time.monotonic()
@@ -135,6 +143,7 @@ class Group:
         for worker in ended:
             if worker.exit_fd is not None:
                 selector.unregister(worker.exit_fd)
+            self._events.note("worker_ended", rank=worker.env.rank, pid=worker.pid, **_code(worker))
             for stream in worker.streams:
                 for _ in range(_PIPE_CHUNKS):  # all that a pipe can hold: the report shows its end
                     _pump(stream, selector)
@@ -150,6 +159,7 @@ class Group:
                 self._failures += self._lost  # they began it
             self._stop(signal.SIGTERM, self._spec.failure_grace_s)
             root = ranked(self._failures)[0]
+            self._events.note("failure", rank=root.rank, text=cause_of(root))
             if self._outside is not None and not root.is_symptom:  # else somebody else has more to say
                 self._outside.blame(root)
 
@@ -169,6 +179,7 @@ class Group:
             _listen_to(new, selector)
         if started:
             self._lost = failures
+            self._events.note("replaced", text=cause)
             self._reaper.watch(worker.pid for worker in self._workers)
             if self._console.is_shown:
                 _say(f"{cause}; replaced in place, the others go on")
@@ -178,6 +189,7 @@ class Group:
         """Whoever does not leave the old world in time is stuck: all start again."""
         if self._recovery is not None and self._stop_signal is None and self._recovery.late():
             self._failures = self._lost
+            self._events.note("failure", text=f"not replaced in place: {self._recovery.why_not}")
             self._stop(signal.SIGTERM, self._spec.failure_grace_s)
 
     def _obey_signals(self) -> None:
@@ -199,6 +211,7 @@ class Group:
         """Whether the round has ended on another host."""
         if self._outside is not None and self._outside.take() and self._stop_signal is None:
             self._is_ended_elsewhere = True
+            note_end(self._events, self._outside.end)
             if self._outside.is_hang:
                 self._hang = places_of(self._workers, self._host)
             is_change = self._outside.is_change
@@ -209,19 +222,22 @@ class Group:
             if self._outside is not None:
                 self._outside.report_hang()
             self._hang = places_of(self._workers, self._host)
+            self._events.note("hang", text=summary(self._hang))
             self._stop(signal.SIGTERM, self._spec.failure_grace_s)
 
     def _keep_deadlines(self) -> None:
         now = time.monotonic()
         if self._deadline is not None and now >= self._deadline:
             self._deadline, self._is_timeout = None, True
+            self._events.note("out_of_time")
             self._stop(signal.SIGABRT, self._spec.failure_grace_s)
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at, self._abandon_at = None, now + _ABANDON_S
-            for worker in self._workers:
-                if worker.is_running:
-                    self._was_killed.add(worker.env.rank)
-                    worker.kill()
+            late = [worker for worker in self._workers if worker.is_running]
+            self._was_killed |= {worker.env.rank for worker in late}
+            self._events.note("killed", ranks=[worker.env.rank for worker in late])
+            for worker in late:
+                worker.kill()
 
     def _stop(self, signum: int, grace_s: float) -> None:
         """Asks everyone to end and sets the hour of SIGKILL."""
@@ -303,6 +319,11 @@ class Group:
         if worker.exit_code > 0 and self._failures:
             return f"stopped in consequence: {ended}"
         return f"stopped by the launcher: {ended}"
+
+
+def _code(worker: Worker) -> dict[str, int | str]:
+    code = worker.exit_code or 0
+    return {"exit_code": code} if code >= 0 else {"signal": signal_name(-code)}
 
 
 def _listen_to(worker: Worker, selector: selectors.BaseSelector) -> None:

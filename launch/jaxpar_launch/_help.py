@@ -21,6 +21,7 @@ Starts a script in several processes on one host or many, watches them, and ends
   Start again when a worker fails            jaxpar-launch --nproc-per-node 2 --max-restarts 3 train.py
   Start again without compiling anew         jaxpar-launch --nproc-per-node 2 --max-restarts 3 --compilation-cache-dir programs train.py
   Find out where a job hangs, and restart it jaxpar-launch --nproc-per-node 2 --hang-timeout 600 --max-restarts 3 train.py
+  Answer a livenessProbe while it runs       jaxpar-launch --nproc-per-node 8 --health-check-port 8080 train.py
   Replace a lost worker, keep the others     jaxpar-launch --nproc-per-node 4 --recover in-place --max-restarts 3 train.py
   Time to write a checkpoint on SIGTERM      jaxpar-launch --nproc-per-node 2 --grace-period 120 train.py
   Do all hosts fit together?                 jaxpar-launch --nnodes 2 --rdzv-endpoint node0:29400 --nproc-per-node 4 --check
@@ -63,7 +64,8 @@ where workers meet
   --master-port PORT                for JAX's coordination service  [a free one]
   --standalone                      this host alone on a free port: the default, here for lines from torchrun
 output (for each worker: 0 none, 1 stdout, 2 stderr, 3 both; or by local rank, as 0:3,1:2)
-  --log-dir DIR                     writes <run>/attempt_<restart>/<local rank>/stdout.log, stderr.log, error.json below DIR
+  --log-dir DIR                     writes <run>/attempt_<restart>/<local rank>/stdout.log, stderr.log, error.json below DIR, and
+                                    <run>/events.jsonl; python -m jaxpar_launch.report DIR [--events] reads them
   -t, --tee WHICH                   to the log files and the console  [3 with --log-dir, else 0]
   -r, --redirects WHICH             to the log files only  [0]
   --local-ranks-filter RANKS        shows these local ranks on the console, as 0,1  [all]

@@ -86,10 +86,21 @@ def exit_text(exit_code: int) -> str:
     """
     if exit_code >= 0:
         return f"exit code {exit_code}"
+    name = signal_name(-exit_code)
+    return f"signal {-exit_code}" + (f" ({name})" if name != str(-exit_code) else "")
+
+
+def signal_name(number: int) -> str:
+    """A signal's name; its number, if it has none.
+
+    Example:
+        >>> signal_name(9), signal_name(40)
+        ('SIGKILL', '40')
+    """
     try:
-        return f"signal {-exit_code} ({signal.Signals(-exit_code).name})"
+        return signal.Signals(number).name
     except ValueError:
-        return f"signal {-exit_code}"
+        return str(number)
 
 
 def failure_text(root: Failure) -> str:

@@ -9,6 +9,8 @@ Only the main thread can take signals; elsewhere (a launch from a thread) this i
 import os
 import signal
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -16,9 +18,15 @@ FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class SignalInbox:
-    """A context in which signals are collected; `fd` becomes readable when one has come."""
+    """A context in which signals are collected; `fd` becomes readable when one has come.
 
-    def __init__(self) -> None:
+    Args:
+        heard: told of each that is taken.
+    """
+
+    def __init__(self, heard: Callable[[int], None] = lambda signum: None) -> None:
+        self._heard = heard
+        self.looked_at = time.monotonic()  # every loop of the launcher looks on each turn
         self._pending: list[int] = []
         self._previous: dict[int, Any] = {}
         self._previous_wakeup = -1
@@ -51,5 +59,8 @@ class SignalInbox:
             os.read(self.fd, 4096)
         except BlockingIOError:
             pass
+        self.looked_at = time.monotonic()
         pending, self._pending = self._pending, []
+        for signum in pending:
+            self._heard(signum)
         return pending

@@ -37,6 +37,7 @@ class LaunchSpec:
         grace_s      SIGTERM -> SIGKILL         when a launcher is told to stop, or hosts joined: time to write a checkpoint
         failure_grace_s  the same               when a worker failed: short, for JAX swallows SIGTERM
         hang_timeout_s   how long a worker that notes its progress may note nothing; None: for ever
+        health_check_port    where the launcher answers whether it is well (`_health.py`); None: nowhere
         max_restarts     how often all workers start again when one has failed
         recover          what then: restart; in-place: the others keep their processes, if their script can (`run_recoverable`)
         recover_timeout_s    how long they may take to leave the old world before all start again
@@ -65,6 +66,7 @@ class LaunchSpec:
     grace_s: float = 30.0
     failure_grace_s: float = 1.0
     hang_timeout_s: float | None = None
+    health_check_port: int | None = None
     max_restarts: int = 0
     recover: str = "restart"
     recover_timeout_s: float = 10.0
@@ -163,6 +165,10 @@ def _check_numbers(spec: LaunchSpec) -> None:
     if spec.master_port is not None and not 0 < spec.master_port < 65536:
         raise LaunchSpecError(
             f"--master-port {spec.master_port} does not lie in 1..65535. Leave it out to get a free port."
+        )
+    if spec.health_check_port is not None and not 0 < spec.health_check_port < 65536:
+        raise LaunchSpecError(
+            f"--health-check-port {spec.health_check_port} does not lie in 1..65535. Write for example --health-check-port 8080."
         )
     if spec.max_restarts < 0:
         raise LaunchSpecError(

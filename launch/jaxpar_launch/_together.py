@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from jaxpar_launch._errors import RendezvousError
+from jaxpar_launch._events import Events, note_end
 from jaxpar_launch._fates import Fate, table
 from jaxpar_launch._hang import Place, summary
 from jaxpar_launch._meeting_point import meet, own_address, secret_of
@@ -37,6 +38,7 @@ class Together:
         spec: what to run, and where to meet.
         secret: the job's token, if one was given.
         inbox: signals; one that ends the job also ends the waiting for others.
+        events: told how a round ended elsewhere when the workers here were done.
 
     Raises:
         RendezvousError: nobody serves the rendezvous, or it is another job's.
@@ -44,9 +46,9 @@ class Together:
 
     recovery = None  # of one host's workers only
 
-    def __init__(self, spec: LaunchSpec, *, secret: str | None, inbox: SignalInbox) -> None:
+    def __init__(self, spec: LaunchSpec, *, secret: str | None, inbox: SignalInbox, events: Events) -> None:
         assert spec.rendezvous is not None
-        self._spec, self._inbox, self._rdzv = spec, inbox, spec.rendezvous
+        self._spec, self._inbox, self._rdzv, self._events = spec, inbox, spec.rendezvous, events
         endpoint, conf = self._rdzv.endpoint, self._rdzv.conf
         token = secret_of(spec.run_id, secret)
         if self._rdzv.local_addr is not None:
@@ -303,6 +305,7 @@ class Together:
                 return None
             if asked := [signum for signum in self._inbox.take() if signum in ENDING]:
                 return self._end_of_round(replace(outcome, is_leaving=True, exit_code=128 + asked[0]))
+        note_end(self._events, self.outside.end)
         if self.outside.cut_off is not None:
             raise StoreError(self.outside.cut_off)
         return self.outside.end

@@ -22,7 +22,6 @@ from jaxpar_launch._spec import DEFAULT_PREFIX, RECOVERIES, LaunchSpec
 from jaxpar_launch._streams import StreamChoice
 from jaxpar_launch.env import inherited_environ, option_from_environ
 
-USAGE_EXIT_CODE = 2
 _CHECK = "jaxpar.debug._preflight"  # a worker as any other; the launcher itself knows no jax
 _MEETING = ("nnodes", "node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "local-addr")
 
@@ -44,10 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(dry_run_text(spec, inherited_environ()))
             return 0
         outcome = run_agent(spec, secret=option_from_environ("--rdzv-token"))
-    except LaunchSpecError as error:
-        print(f"jaxpar-launch: {error}", file=sys.stderr)
-        return USAGE_EXIT_CODE
-    except RendezvousError as error:
+    except (LaunchSpecError, RendezvousError) as error:
         print(f"jaxpar-launch: {error}", file=sys.stderr)
         return error.exit_code
     if outcome.report:
@@ -88,6 +84,7 @@ def _parser() -> _Parser:
     add("--recover", choices=RECOVERIES, default="restart")
     add("--recover-timeout", type=_number(float, "10"), default=10.0)
     add("--hang-timeout", type=_number(float, "600"))
+    add("--health-check-port", type=_number(int, "8080"))
     add("--compilation-cache-dir")
     add("--monitor-interval", type=_number(float, "0.1"), default=0.1)
     add("--dry-run", action="store_true")
@@ -185,6 +182,7 @@ def _spec(options: argparse.Namespace, command: tuple[str, ...]) -> LaunchSpec:
         recover=options.recover,
         recover_timeout_s=options.recover_timeout,
         hang_timeout_s=options.hang_timeout,
+        health_check_port=options.health_check_port,
         monitor_interval_s=options.monitor_interval,
         log_dir=options.log_dir,
         redirects=redirects,

@@ -7,7 +7,8 @@
       no progress: rank 0 waits in barrier 'epoch'; missing: rank 1 in step 12
       local rank 1 failed: ValueError: boom
 
-Reads flight.bin, stacks.txt and error.json of each worker. With `--notes N`, the last N notes of each rank too.
+Reads flight.bin, stacks.txt and error.json of each worker. With `--notes N`, the last N notes of each rank too. With `--events`
+what happened instead, in the order of time, from events.jsonl of all launchers that wrote into LOG_DIR (`_timeline.py`).
 """
 
 import argparse
@@ -16,9 +17,11 @@ import os
 import sys
 from collections.abc import Sequence
 
+from jaxpar_launch._events import FILE_NAME as EVENTS
 from jaxpar_launch._hang import Place, place_in, summary, table
 from jaxpar_launch._run import STACKS_FILE
-from jaxpar_launch.flight import FILE_NAME, read_notes
+from jaxpar_launch._timeline import runs_of_a_job, timeline
+from jaxpar_launch.flight import FILE_NAME, Limit, Note, read_limit, read_notes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--notes", type=int, default=0, metavar="N", help="the last N notes of each rank too [0]"
     )
+    parser.add_argument("--events", action="store_true", help="what happened when, on all hosts, instead")
     options = parser.parse_args(argv)
+    if options.events:
+        return _print_events(options.log_dir)
     run = _run_folder(options.log_dir)
     if run is None:
         print(
@@ -50,6 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _print_events(log_dir: str) -> int:
+    runs = runs_of_a_job(log_dir)
+    if not runs:
+        print(f"{log_dir} holds no {EVENTS} of a jaxpar-launch, in it or below.", file=sys.stderr)
+        return 2
+    print(timeline(runs))
+    return 0
+
+
 def report_of(folder: str, attempt: int, num_notes: int) -> str:
     """The report of one attempt."""
     workers = sorted((name for name in os.listdir(folder) if name.isdigit()), key=int)
@@ -61,7 +76,7 @@ def report_of(folder: str, attempt: int, num_notes: int) -> str:
             host="",
             pid=0,
             silent_s=newest - notes[name][-1].time_s if notes[name] else 0.0,
-            doing=notes[name][-1].text if notes[name] else "",
+            doing=_doing(notes[name], read_limit(os.path.join(folder, name, FILE_NAME))),
             where=place_in(os.path.join(folder, name, STACKS_FILE)),
         )
         for name in workers
@@ -77,6 +92,12 @@ def report_of(folder: str, attempt: int, num_notes: int) -> str:
         last = notes[name][-num_notes:] if num_notes else ()
         lines += [f"  local rank {name} {note.time_s - newest:9.3f} s  {note.text}" for note in last]
     return "\n".join(lines)
+
+
+def _doing(notes: Sequence[Note], limit: Limit | None) -> str:
+    """The last note, and the block with a limit (`jaxpar_launch.timer`) in which it ended."""
+    parts = [note.text for note in notes[-1:]] + ([] if limit is None else [f"in {limit}"])
+    return "; ".join(parts)
 
 
 def _run_folder(path: str) -> str | None:

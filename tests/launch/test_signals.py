@@ -71,7 +71,8 @@ def test_a_worker_has_the_grace_period_to_save_its_work(command, script, tmp_pat
             sys.exit(0)
         signal.signal(signal.SIGTERM, save)
         print("ready", flush=True)
-        time.sleep(60)
+        while True:  # one long sleep would miss a signal that comes just before it begins
+            time.sleep(0.02)
     """)
     process = command.start("--nproc-per-node", 2, "--grace-period", 10, path, tmp_path)
     for _ in range(2):

@@ -24,8 +24,10 @@ def test_the_kubernetes_line_is_right(capsys) -> None:
     text = (LAUNCH / "kubernetes" / "jobset.yaml").read_text()
     options = re.findall(r"^ +- (--[^ \n]+)", text, re.MULTILINE)
     options = [option.replace("=gpu", "=8") for option in options]
-    assert "--nnodes=4" in options and len(options) == 6
+    assert "--nnodes=4" in options and len(options) == 7
     assert main(["--dry-run", *options, "--no-python", "true"]) == 0
     assert "# rank 7 of 32" in capsys.readouterr().out
+    probed = re.findall(r"livenessProbe:\n +httpGet: \{ path: /, port: (\d+) \}", text)
+    assert probed == re.findall(r"--health-check-port=(\d+)", text)
     grace_s = int(re.findall(r"--grace-period=(\d+)", text)[0])
     assert grace_s < int(re.findall(r"terminationGracePeriodSeconds: (\d+)", text)[0])
