@@ -167,7 +167,7 @@ class FusedStep:
             # What lies in host memory is copied to the device here, and back by the shardings of the results.
             params, rest, chosen, other = jax.tree.map(on_device, (params, rest, chosen, other))
             grads, rest, states, metrics = local(params, rest, states, batch)
-            updated, norms = updated_all(grads, params, rest, chosen, other)
+            updated, norms = updated_all(grads, params, rest, chosen, other, metrics["loss"])
             return (*updated, states, metrics | norms)
 
         arguments = (*self._model.values(), *self._optimizer.values(), self._states)

@@ -133,7 +133,7 @@ class PipelinedStep:
             self._compiled_for(leaves, treedef)  # what a step uses says on which stage everything lies
         compiled = self._compiled_for(leaves, treedef, model)
         sums = self._run(_forwards(self._plan.schedule), compiled, self._arrays(compiled, leaves))
-        metrics, _ = compiled.metrics(sums)
+        metrics, *_ = compiled.metrics(sums)
         self._ranks.transport.wait()
         return dict(metrics)
 
@@ -214,15 +214,16 @@ class PipelinedStep:
             smaller = Smaller(self._stages(traces, batch, treedef, is_smaller=True)[1], first)
             check_alike(stages, smaller.stages)
         self._check_turns(stages)
-        if self._owners is None:
-            self._place(stages)
         locals_ = [trace.local for trace in traces]
+        metrics = StageMetrics.of(stages, traced.means, locals_, self._ranks, n_microbatches)
+        if self._owners is None:
+            self._place(stages, metrics.loss_type)
         return Compiled(
             stages=stages,
             smaller=smaller,
             ends=() if is_forward_only else tuple(map(self._end_of, range(len(stages)), stages)),
             gathers=tuple(map(self._gather_of, stages)),
-            metrics=StageMetrics.of(stages, traced.means, locals_, self._ranks, n_microbatches),
+            metrics=metrics,
             borrowed=tuple(map(self._borrowed, range(len(stages)), stages)),
             program=None
             if self._plan.executor == "mpmd" or is_forward_only
@@ -288,7 +289,7 @@ class PipelinedStep:
         units = units_of_stage(self._local.units, self._local.sums, stage.code.params)
         return None if units is None else units.gathering(stage)
 
-    def _place(self, stages: Sequence[Stage]) -> None:
+    def _place(self, stages: Sequence[Stage], loss: jax.ShapeDtypeStruct) -> None:
         """Move every parameter, variable and piece of optimizer state to the devices of the stage that owns it."""
         params, rest = (list(map(_on_a_device, xs)) for xs in self._model.values())
         self._owners = owners = Owners(
@@ -321,6 +322,7 @@ class PipelinedStep:
             self._plan.axis,
             clip=None if self._parts.clip is None else (self._parts.clip[0], Norm(self._parts.clip[1])),
             borrowed=frozenset(borrowed_params),
+            loss=loss,
             donate=self._donate,
         )
 
@@ -341,11 +343,13 @@ class PipelinedStep:
     def _step(self, compiled: Compiled, batch: Leaves) -> dict[str, PyTree]:
         assert self._optimizer is not None and self._homes is not None
         arrays = self._arrays(compiled, batch)
-        metrics, scale_on = compiled.metrics(self._run(self._plan.schedule, compiled, arrays))
+        sums = self._run(self._plan.schedule, compiled, arrays)
+        is_loss_wanted = self._optimizer.is_loss_wanted
+        metrics, scale_on, losses = compiled.metrics(sums, is_loss_wanted=is_loss_wanted)
         params, rest = self._model.values()
         grads, rest = self._gradients(compiled, arrays, scale_on, params, rest)
         self._model.assign(params, rest)
-        norms, params = self._optimizer(grads)
+        norms, params = self._optimizer(grads, losses)
         self._homes.know([*params, *rest])
         return dict(metrics) | norms
 

@@ -93,12 +93,15 @@ class Replicas:
         return [x[None] if own else x for x, own in zip(rest, self.is_own, strict=True)]
 
     def update(self, update: Callable[..., Any]) -> Callable[..., Any]:
-        """The update of each replica, in global view."""
+        """The update of each replica, in global view; the loss is the one of all."""
         rest = [0 if own else None for own in self.is_own]
 
         def of_each(*arguments: Any) -> Any:
             mapped = jax.vmap(
-                update, in_axes=(0, 0, rest, 0, 0), out_axes=((0, rest, 0, 0), 0), spmd_axis_name=self.axes
+                update,
+                in_axes=(0, 0, rest, 0, 0, None),
+                out_axes=((0, rest, 0, 0), 0),
+                spmd_axis_name=self.axes,
             )
             updated, norms = mapped(*arguments)
             return updated, jax.tree.map(jnp.mean, norms)

@@ -1,11 +1,11 @@
-"""Updates whose gradients are out of proportion are left out.
+"""Updates whose gradients, or whose loss, are out of proportion are left out.
 
-norm of the gradients    1.0  1.1  0.9  40.  1.0  nan  1.2
-usual norm               1.0  1.0  1.0  1.0  1.0  1.0  1.0         its moving average; a spike counts as `factor` times it
-update                    x    x    x         x         x
+gradient norm, or loss    1.0  1.1  0.9  40.  1.0  nan  1.2
+usual size                1.0  1.0  1.0  1.0  1.0  1.0  1.0         its moving average; a spike counts as `factor` times it
+update                     x    x    x         x         x
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,36 +22,46 @@ class SpikeState(NamedTuple):
     Args:
         num_updates: how many there were, with those that were skipped.
         num_skipped: of them, skipped.
-        usual_norm: moving average of the norms.
-        last_norm: of the last gradients.
+        usual_size: moving average of the norms, or losses.
+        last_size: of the last gradients, or the last loss.
         inner: of the optimizer inside.
     """
 
     num_updates: jax.Array
     num_skipped: jax.Array
-    usual_norm: jax.Array
-    last_norm: jax.Array
+    usual_size: jax.Array
+    last_size: jax.Array
     inner: Any
 
 
-def skip_spikes(
-    tx: optax.GradientTransformation, *, factor: float = 4.0, decay: float = 0.99, warmup_steps: int = 20
-) -> optax.GradientTransformationExtraArgs:
-    """Leaves out updates whose gradient norm is above `factor` times its moving average, or is not finite.
+Watched = Literal["grad_norm", "loss"]
 
-    Then parameters stay, and so does the state of `tx`. A spike enters the average as `factor` times it, so norms that stay larger
+
+def skip_spikes(
+    tx: optax.GradientTransformation,
+    *,
+    of: Watched = "grad_norm",
+    factor: float = 4.0,
+    decay: float = 0.99,
+    warmup_steps: int = 20,
+) -> optax.GradientTransformationExtraArgs:
+    """Leaves out updates whose gradient norm, or loss, is above `factor` times its moving average, or is not finite.
+
+    Then parameters stay, and so does the state of `tx`. A spike enters the average as `factor` times it, so sizes that stay larger
     are accepted after some steps. Any layout; for sharded gradients the norm takes all-reduces of single numbers. A pipelined
-    model refuses it, as everything that looks at the gradients of all stages: take `TrainStep(clip_norm=...)` there.
+    model takes `of="loss"` alone, and refuses what looks at the gradients of all stages (`TrainStep(clip_norm=...)` clips there).
 
     The counts are in the optimizer's state: `optax.tree_utils.tree_get(optimizer.opt_state, "num_skipped")[...]`, and in the same
-    way `last_norm` and `usual_norm`. For a fixed limit there is `optax.skip_large_updates`, for non-finite numbers alone
+    way `last_size` and `usual_size`. For a fixed limit there is `optax.skip_large_updates`, for non-finite numbers alone
     `optax.apply_if_finite`.
 
     Args:
         tx: what makes an update of the gradients that are let through.
+        of: what is watched. The loss is `tx.update(..., value=loss)`, which `TrainStep` gives; losses near 0 or below have no
+            proportion.
         factor: above 1.
         decay: of the moving average, from 0 to below 1.
-        warmup_steps: for how many updates at the beginning only norms that are not finite are skipped; at least 1.
+        warmup_steps: for how many updates at the beginning only what is not finite is skipped; at least 1.
 
     Returns:
         An optax transformation.
@@ -71,8 +81,12 @@ def skip_spikes(
     """
     if not factor > 1 or not 0 <= decay < 1 or warmup_steps < 1:
         raise ParallelizeError(
-            f"skip_spikes: {factor=} must be above 1, {decay=} from 0 to below 1, and {warmup_steps=} at least 1: there is no usual norm "
+            f"skip_spikes: {factor=} must be above 1, {decay=} from 0 to below 1, and {warmup_steps=} at least 1: there is no usual size "
             f"before the first. Leave them out for their defaults."
+        )
+    if of not in get_args(Watched):
+        raise ParallelizeError(
+            f"skip_spikes: {of=} is none of {get_args(Watched)}. Leave it out: the gradients' norm."
         )
     inner = optax.with_extra_args_support(tx)
 
@@ -85,18 +99,27 @@ def skip_spikes(
         )
 
     def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, SpikeState]:
-        norm = total_norm(updates).astype(jnp.float32)
-        is_early, limit = state.num_updates < warmup_steps, factor * state.usual_norm
-        is_finite = jnp.isfinite(norm)
-        is_taken = is_finite & (is_early | (norm <= limit))
+        size = _loss(extra) if of == "loss" else total_norm(updates)
+        size = size.astype(jnp.float32)
+        is_early, limit = state.num_updates < warmup_steps, factor * state.usual_size
+        is_finite = jnp.isfinite(size)
+        is_taken = is_finite & (is_early | (size <= limit))
         updates, after = inner.update(updates, state.inner, params, **extra)
         updates = jax.tree.map(lambda x: jnp.where(is_taken, x, jnp.zeros_like(x)), updates)
         after = jax.tree.map(lambda new, old: jnp.where(is_taken, new, old), after, state.inner)
-        entered = jnp.where(is_taken, norm, jnp.where(is_finite, limit, state.usual_norm))
+        entered = jnp.where(is_taken, size, jnp.where(is_finite, limit, state.usual_size))
         # Without bias: the mean of all at first, and a moving average once there are more than 1 / (1 - decay).
         share = jnp.maximum(1 - decay, 1 / (state.num_updates + 1))
-        usual = state.usual_norm + share * (entered - state.usual_norm)
+        usual = state.usual_size + share * (entered - state.usual_size)
         counts = (state.num_updates + 1, state.num_skipped + jnp.where(is_taken, 0, 1))
-        return updates, SpikeState(*counts, usual, norm, after)
+        return updates, SpikeState(*counts, usual, size, after)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _loss(extra: dict[str, Any]) -> jax.Array:
+    if "value" not in extra:
+        raise ParallelizeError(
+            'skip_spikes(of="loss"): there is no loss. Write tx.update(grads, state, params, value=loss), as jaxpar.TrainStep does.'
+        )
+    return jnp.asarray(extra["value"])

@@ -1,6 +1,8 @@
 """Sums of losses and metrics of all stages to metrics that every process has, and the factor of the gradients on every rank.
 
 sums of each rank  ->  last rank: metrics, 1 / count  ->  every rank         a few numbers, one move for each rank
+
+Every rank needs the factor; the loss too, if the optimizer looks at it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +27,9 @@ class StageMetrics:
     ranks: of the pipeline.
     means: `(sums) -> (metrics, 1 / count)`, on the last rank.
     sources: for each rank, where its sums are: their number, stage, position there, and type at the last rank.
-    results: for each rank, what it is sent: metrics and factor, or the factor alone.
+    results: for each rank, metrics and factor as they lie there.
     treedef: of metrics and factor.
+    loss_at: which of them is the loss.
     first: for a rank of another shape than the last one's, what it does with its sums before they move.
     """
 
@@ -35,6 +38,7 @@ class StageMetrics:
     sources: tuple[tuple[tuple[int, int, int, jax.ShapeDtypeStruct], ...], ...]
     results: tuple[list[jax.ShapeDtypeStruct], ...]
     treedef: Any
+    loss_at: int
     first: Mapping[int, Callable[..., Any]]
 
     @classmethod
@@ -85,34 +89,52 @@ class StageMetrics:
             )
             for rank in range(len(ranks.meshes))
         )
-        leaves, treedef = jax.tree.flatten(jax.eval_shape(program, between))
-        # Where every process can read the metrics on the last rank, only the factor, the last of all, is sent on.
-        sent = leaves if ranks.is_spread else leaves[-1:]
+        made_there = jax.eval_shape(program, between)
+        leaves, treedef = jax.tree.flatten(made_there)
+        places = jax.tree.unflatten(treedef, range(len(leaves)))
         results = tuple(
-            [wanted(x, NamedSharding(mesh, PartitionSpec())) for x in sent] for mesh in ranks.meshes
+            [wanted(x, NamedSharding(mesh, PartitionSpec())) for x in leaves] for mesh in ranks.meshes
         )
-        return cls(ranks, program, sources, results, treedef, first)
+        return cls(ranks, program, sources, results, treedef, places[0]["loss"], first)
 
-    def __call__(self, sums: Sequence[Leaves | None]) -> tuple[dict[str, Any], dict[int, jax.Array]]:
-        """Metrics, and the factor by rank for those that are here.
+    @property
+    def loss_type(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the loss."""
+        return self.results[-1][self.loss_at]
+
+    def __call__(
+        self, sums: Sequence[Leaves | None], *, is_loss_wanted: bool = False
+    ) -> tuple[dict[str, Any], dict[int, jax.Array], dict[int, jax.Array]]:
+        """Metrics, and by rank, for those that are here, the factor, and the loss if it is wanted.
 
         Args:
             sums: of each stage that is here.
+            is_loss_wanted: on every rank.
         """
         collected = self._collected(sums)
-        ranks, metrics, factors = self.ranks, None, {}
+        ranks, metrics, factors, losses = self.ranks, None, {}, {}
         if ranks.last in ranks.here:
             metrics = jax.tree.leaves(self.means(collected))
-        made = metrics
+        made, sent = metrics, self._sent(is_loss_wanted)
         for rank, types in enumerate(self.results):
-            values = None if made is None else made[-len(types) :]
+            values = None if made is None else [made[i] for i in sent]
+            types = [types[i] for i in sent]
             arrival = ranks.move(values, ranks.last, rank, types, "the metrics of the step")
             if arrival is not None:
-                arrived = arrival()
-                factors[rank] = arrived[-1]
-                metrics = arrived if metrics is None else metrics
+                arrived = dict(zip(sent, arrival(), strict=True))
+                factors[rank] = arrived[sent[-1]]
+                if is_loss_wanted:
+                    losses[rank] = arrived[self.loss_at]
+                metrics = [*arrived.values()] if metrics is None else metrics
         assert metrics is not None
-        return jax.tree.unflatten(self.treedef, metrics)[0], factors
+        return jax.tree.unflatten(self.treedef, metrics)[0], factors, losses
+
+    def _sent(self, is_loss_wanted: bool) -> list[int]:
+        """Where every process can read the metrics on the last rank, only numbers for the devices are sent on."""
+        num = len(self.results[0])
+        if self.ranks.is_spread:
+            return [*range(num)]
+        return [self.loss_at, num - 1] if is_loss_wanted else [num - 1]
 
     def _collected(self, sums: Sequence[Leaves | None]) -> Leaves:
         """All sums on the last rank."""

@@ -18,6 +18,7 @@ from jaxpar.pp._place import Copies, restricted, spec_on_stage
 from jaxpar.pp._ranks import Ranks, elsewhere, wanted
 from jaxpar.train._clip import Norm
 from jaxpar.train._stage_update import StageUpdate, cut_update, shape_of
+from jaxpar.train._update import extra_arguments
 from jaxpar.train._variables import Variables
 
 Leaves = list[Any]
@@ -35,6 +36,7 @@ class StageOptimizer:
         axis: the pipeline's axis.
         clip: largest norm to let through, and the norm; None: gradients are not clipped.
         borrowed: parameters that another rank than their owner's uses too.
+        loss: shape and dtype of the step's.
         donate: whether the buffers of parameters and state are used again.
 
     Raises:
@@ -51,24 +53,37 @@ class StageOptimizer:
         *,
         clip: tuple[float, Norm] | None,
         borrowed: frozenset[int],
+        loss: jax.ShapeDtypeStruct,
         donate: bool,
     ) -> None:
         self._model, self._optimizer, self._owners, self._ranks = model, optimizer, owners, ranks
         self._clip, self._borrowed, self._copies = clip, borrowed, Copies(ranks)
         (params, rest), (chosen, other) = model.values(), optimizer.values()
-        arguments = [shape_of(x) for x in (*params, *params, *rest, *chosen, *other)]
-        owner = [*owners, *owners, *[None] * (len(rest) + len(chosen) + len(other))]
+        arguments = [shape_of(x) for x in (*params, *params, *rest, *chosen, *other, loss)]
+        owner = [*owners, *owners, *[None] * (len(rest) + len(chosen) + len(other) + 1)]
         state_names = [f"optimizer state {i}" for i in range(len(chosen) + len(other))]
         names = [*model.chosen_names, *state_names]
         update = functools.partial(_update, model, optimizer)
         cuts, found = cut_update(update, arguments, owner, names, len(ranks.of_stage))
         self._state_owners = found[len(params) :]
+        self._first_state = 2 * len(params) + len(rest)
+        self._loss_at = len(arguments) - 1
         state = self._placed([*chosen, *other], axis)
         self._assign_state(state)
         self._programs = [self._program(s, cut, [*params, *state], donate) for s, cut in enumerate(cuts)]
 
-    def __call__(self, grads: Leaves) -> tuple[dict[str, jax.Array], Leaves]:
-        """Updates parameters and state; returns the norm of the gradients, if they are clipped, and the parameters."""
+    @property
+    def is_loss_wanted(self) -> bool:
+        """Whether the update of some stage depends on the loss."""
+        return any(self._loss_at in cut.inputs for cut, _ in self._programs)
+
+    def __call__(self, grads: Leaves, losses: Mapping[int, jax.Array]) -> tuple[dict[str, jax.Array], Leaves]:
+        """Updates parameters and state; returns the norm of the gradients, if they are clipped, and the parameters.
+
+        Args:
+            grads: of all parameters, on the stages that own them.
+            losses: the step's loss by rank, if it is wanted.
+        """
         metrics: dict[str, jax.Array] = {}
         factors: Mapping[int, Any] = {}
         if self._clip is not None:
@@ -79,7 +94,10 @@ class StageOptimizer:
         shared: dict[tuple[int, int], Any] = {}
         for s, (cut, program) in enumerate(self._programs):
             rank = self._ranks.of_stage[s]
-            taken = {i: self._taken(rank, i, inputs) for i in cut.inputs}
+            taken = {
+                i: losses.get(rank) if i == self._loss_at else self._taken(rank, i, inputs)
+                for i in cut.inputs
+            }
             if rank not in self._ranks.here:
                 for i in self._borrowed.intersection(
                     cut.outputs
@@ -87,7 +105,7 @@ class StageOptimizer:
                     new_params[i] = elsewhere(params[i])
                 continue
             first, last = len(grads), 2 * len(grads)
-            donated = {i: x for i, x in taken.items() if first <= i < last or self._is_state_of(s, i, inputs)}
+            donated = {i: x for i, x in taken.items() if first <= i < last or self._is_state_of(s, i)}
             outputs = program(
                 donated, {i: x for i, x in taken.items() if i not in donated}, factors.get(rank)
             )
@@ -127,15 +145,14 @@ class StageOptimizer:
         num_chosen = len(self._optimizer.chosen)
         self._optimizer.assign(state[:num_chosen], state[num_chosen:])
 
-    def _is_state_of(self, stage: int, i: int, inputs: Leaves) -> bool:
+    def _is_state_of(self, stage: int, i: int) -> bool:
         """Whether an input is state that this stage alone has."""
-        first_state = len(inputs) - len(self._state_owners)
-        return i >= first_state and self._state_owners[i - first_state] == stage
+        return self._first_state <= i < self._loss_at and self._state_owners[i - self._first_state] == stage
 
     def _taken(self, rank: int, i: int, inputs: Leaves) -> Any:
-        first_state = len(inputs) - len(self._state_owners)
-        if i >= first_state and self._state_owners[i - first_state] is None:
-            return self._copies.on(rank, i - first_state, inputs[i], PartitionSpec())
+        state = i - self._first_state
+        if state >= 0 and self._state_owners[state] is None:
+            return self._copies.on(rank, state, inputs[i], PartitionSpec())
         return inputs[i]
 
     def _program(self, stage: int, cut: StageUpdate, kept: Leaves, donate: bool) -> tuple[StageUpdate, Any]:
@@ -196,14 +213,16 @@ class StageOptimizer:
 
 
 def _update(model: Variables, optimizer: Variables, *flat: Any) -> Leaves:
-    """The whole update: gradients, parameters, variables, state -> parameters, state."""
-    left = iter(flat)
+    """The whole update: gradients, parameters, variables, state, loss -> parameters, state."""
+    *rows, loss = flat
+    left = iter(rows)
     grads, params, rest, chosen, other = (
         [next(left) for _ in xs]
         for xs in (model.chosen, model.chosen, model.rest, optimizer.chosen, optimizer.rest)
     )
     merged, updater = model.merge(params, rest), optimizer.merge(chosen, other)
-    updater.update(merged, jax.tree.unflatten(model.treedefs[0], grads))
+    grads_of_all = jax.tree.unflatten(model.treedefs[0], grads)
+    updater.update(merged, grads_of_all, **extra_arguments(updater, loss))
     return [*model.split(merged)[0], *sum(optimizer.split(updater), [])]
 
 

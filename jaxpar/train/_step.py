@@ -70,7 +70,8 @@ class TrainStep:
             examples), or `jaxpar.Mean(total, count)`, or `(that, metrics)` where metrics is a dict of arrays and
             `Mean`s. Parts are averaged (`Mean`: total over count) over ranks and microbatches.
         model: a Flax NNX module; what does not lie on the mesh yet is replicated.
-        optimizer: `nnx.Optimizer(model, tx, wrt=nnx.Param)`; what its `wrt` selects is trained.
+        optimizer: `nnx.Optimizer(model, tx, wrt=nnx.Param)`; what its `wrt` selects is trained. A `tx` that takes more than
+            gradients (`optax.contrib.reduce_on_plateau`) gets the step's loss as `value`.
         mesh: the mesh of the whole job, `DeviceMesh` or `jax.sharding.Mesh`.
         batch_axes: mesh axes over which dim 0 of every array of the batch is split. Default: the mesh's only axis.
         sequence_axes: mesh axes whose ranks share each row's sequence (context parallelism): all get the same rows, and

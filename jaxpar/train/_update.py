@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
+import optax
+from flax import nnx
 from jax.sharding import NamedSharding
 
 from jaxpar.train._variables import Variables
@@ -35,15 +37,25 @@ class Update:
     gather: Callable[[Leaves, Leaves], Leaves]
 
     def __call__(
-        self, grads: Leaves, params: Leaves, rest: Leaves, chosen: Leaves, other: Leaves
+        self,
+        grads: Leaves,
+        params: Leaves,
+        rest: Leaves,
+        chosen: Leaves,
+        other: Leaves,
+        loss: jax.Array | None = None,
     ) -> tuple[tuple[Leaves, Leaves, Leaves, Leaves], dict[str, jax.Array]]:
-        """Returns parameters, the model's other leaves, and the optimizer's, updated; and what there is to report."""
+        """Returns parameters, the model's other leaves, and the optimizer's, updated; and what there is to report.
+
+        The optimizer gets the loss too, if there is one and it takes more than gradients.
+        """
         metrics = {}
         if self.clip is not None:
             grads, metrics["grad_norm"] = self.clip(grads)
         model = self.model.merge(self._cut(params), rest)
         optimizer = self.optimizer.merge(chosen, other)
-        optimizer.update(model, jax.tree.unflatten(self.model.treedefs[0], grads))
+        grads_of_all = jax.tree.unflatten(self.model.treedefs[0], grads)
+        optimizer.update(model, grads_of_all, **extra_arguments(optimizer, loss))
         mine, rest = self.model.split(model)
         params = self.gather(self._cut(mine), params) if any(self.cuts) else mine
         return (params, rest, *self.optimizer.split(optimizer)), metrics
@@ -53,3 +65,9 @@ class Update:
             p if cut is None else jax.lax.with_sharding_constraint(p, cut)
             for p, cut in zip(params, self.cuts, strict=True)
         ]
+
+
+def extra_arguments(optimizer: nnx.Optimizer, loss: jax.Array | None) -> dict[str, jax.Array]:
+    """What an optax transformation may ask for beside gradients: `value`, the loss."""
+    takes_more = isinstance(optimizer.tx, optax.GradientTransformationExtraArgs)
+    return {"value": loss} if takes_more and loss is not None else {}

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from flax import nnx
 
@@ -189,7 +190,7 @@ def test_spikes_are_left_out_and_norms_that_stay_are_accepted_in_the_end() -> No
         usual += max(0.25, 1 / (i + 1)) * (entered - usual)
         velocity = 0.5 * velocity + grads if is_taken else velocity
         np.testing.assert_allclose(updates, -velocity if is_taken else np.zeros(2), rtol=1e-5, err_msg=str(i))
-        np.testing.assert_allclose(state.usual_norm, usual, rtol=1e-5)
+        np.testing.assert_allclose(state.usual_size, usual, rtol=1e-5)
         assert int(state.num_skipped) == skipped
     assert 3 < skipped < len(norms) - 6 and np.abs(updates).max() > 40
 
@@ -203,10 +204,53 @@ def test_a_spike_of_sharded_gradients_changes_no_parameter_and_no_state() -> Non
     after = full_state(model), full_state(optimizer)
     assert all(np.array_equal(before[0][name], x) for name, x in after[0].items())
     changed = {name.split(".")[-1] for name, x in after[1].items() if not np.array_equal(before[1][name], x)}
-    assert changed == {"step", "num_updates", "num_skipped", "usual_norm", "last_norm"}
+    assert changed == {"step", "num_updates", "num_skipped", "usual_size", "last_size"}
     assert int(optax.tree_utils.tree_get(optimizer.opt_state, "num_skipped")[...]) == 1
     step(batch_of(2))
     assert not any(np.array_equal(before[0][name], x) for name, x in full_state(model).items())
+
+
+@pytest.mark.parametrize("layout", [whole, fsdp_tp, piped])
+def test_an_optimizer_may_look_at_the_loss(layout: Any) -> None:
+    """Both a spike that is left out and a plateau that lowers the rate, with the numbers of a training by hand."""
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=0.2)
+    tx = optax.chain(skip_spikes(optax.sgd(0.1), of="loss", factor=8.0, warmup_steps=1), plateau)
+    model, optimizer, step = trained(layout, tx)
+    expected = MLP()
+    by_hand, losses = nnx.Optimizer(expected, tx, wrt=nnx.Param), []
+    for i in range(5):
+        batch = batch_of(0) | ({"y": 50 * batch_of(1)["y"]} if i == 2 else {})
+        loss, grads = nnx.value_and_grad(squares)(expected, batch)
+        by_hand.update(expected, grads, value=loss)
+        losses.append(float(loss))
+        np.testing.assert_allclose(step(batch)["loss"], loss, rtol=1e-5)
+    for name, want in full_state(expected).items():
+        np.testing.assert_allclose(full_state(model)[name], want, rtol=1e-5, atol=1e-6, err_msg=name)
+    for name in ("usual_size", "last_size", "num_skipped", "scale"):
+        found, want = (optax.tree_utils.tree_get(o.opt_state, name)[...] for o in (optimizer, by_hand))
+        np.testing.assert_allclose(found, want, rtol=1e-5, err_msg=name)
+    assert losses[2] > 100 and int(optax.tree_utils.tree_get(by_hand.opt_state, "num_skipped")[...]) == 1
+    assert float(optax.tree_utils.tree_get(by_hand.opt_state, "scale")[...]) < 1
+
+
+def test_local_steps_look_at_the_loss_of_all() -> None:
+    model, mesh = MLP(), mesh_of(dp=2)
+    optimizer = nnx.Optimizer(model, skip_spikes(optax.sgd(0.1), of="loss", warmup_steps=1), wrt=nnx.Param)
+    step = LocalSGDStep(squares, model, optimizer, mesh=mesh, period=1)
+    loss = step(batch_of(0))["loss"]
+    before = full_state(model)
+    step(batch_of(0) | {"y": 1e3 * batch_of(0)["y"]})
+    assert all(np.array_equal(before[name], x) for name, x in full_state(model).items())
+    step(batch_of(0))
+    assert float(step(batch_of(0))["loss"]) < float(loss)
+
+
+def test_without_a_loss_there_is_nothing_to_watch() -> None:
+    tx = skip_spikes(optax.sgd(0.1), of="loss")
+    with pytest.raises(ParallelizeError, match=r"Write tx.update\(grads, state, params, value=loss\)"):
+        tx.update(jnp.ones(()), tx.init(jnp.ones(())))
+    with pytest.raises(ParallelizeError, match="of='losses' is none of"):
+        skip_spikes(optax.sgd(0.1), of="losses")  # pyright: ignore[reportArgumentType]
 
 
 def test_a_pipeline_refuses_what_depends_on_the_gradients_of_all_stages() -> None:

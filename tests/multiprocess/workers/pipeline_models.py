@@ -89,7 +89,7 @@ def train(case: Case) -> tuple[dict[str, list[float]], list[np.ndarray]]:
             transport=case.transport,
             executor=case.executor,
         )
-    optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, optax.chain(optax.adamw(1e-2), times_loss()), wrt=nnx.Param)
     step = jaxpar.TrainStep(
         loss_fn,
         model,
@@ -110,6 +110,15 @@ def train(case: Case) -> tuple[dict[str, list[float]], list[np.ndarray]]:
     with gathered(model, mesh):
         params = list(full_state(model).values())
     return {name: [float(m[name]) for m in metrics] for name in metrics[0]}, params
+
+
+def times_loss() -> optax.GradientTransformationExtraArgs:
+    """An optimizer that looks at the loss, on every stage."""
+
+    def update(updates: Any, state: Any, params: Any = None, *, value: jax.Array, **_: Any) -> Any:
+        return jax.tree.map(lambda x: x * value, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
 SPLITS = {2: ["blocks.1"], 4: ["blocks.0", "blocks.1", "blocks.2"]}
