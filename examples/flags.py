@@ -86,6 +86,7 @@ def parse_args(
     output.path("--out", "folder for what follows (default: --checkpoint-dir, or runs/lm-DATE-TIME)")
     output.path("--metrics", "JSON lines (default: metrics.jsonl in that folder)")
     output.path("--plot", "loss curve (default: loss.png in that folder)")
+    output.path("--export", "the trained model as a Llama of Hugging Face, for transformers (default: none)")
     output.count("--eval-every", 100, "steps between evaluations on held-out files")
     output.count("--eval-batches", 16, "batches in each evaluation")
     output.text("--prompt", "def ", "what the sample starts with")

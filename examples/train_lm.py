@@ -31,6 +31,7 @@ import jaxpar
 import parallel
 from corpus import Corpus
 from flags import parse_args
+from hf_llama import save_llama
 from jaxpar.fsdp import shard_optimizer_state, sharding_report
 from jaxpar.mesh import DeviceMesh, full_array, get_rank
 from jaxpar.pp import gathered
@@ -101,9 +102,13 @@ def train(args: argparse.Namespace, config: TransformerConfig, text: Corpus, mes
                     report.evaluation(i, evaluate(model, text, args, mesh))
     with gathered(model, mesh):
         report.print(f"\nsample at temperature {args.temperature}:\n{generate_text(model, args)}\n")
+        if args.export:
+            save_llama(model, args.export, max_length=args.seq)
     if get_rank() == 0:
         report.plot(plot_path, title=run, chance=text.loss_of_frequencies())
     report.print(f"metrics     {metrics_path}\nloss curve  {plot_path}")
+    if args.export:
+        report.print(f"Llama       {args.export}")
 
 
 def build(

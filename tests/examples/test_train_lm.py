@@ -19,6 +19,7 @@ from rich.console import Console
 import corpus
 import flags
 import train_lm
+from hf_llama import load_llama
 from jaxpar_launch import LaunchResult, launch
 from report import Delayed, Report
 from resume import Saves
@@ -34,7 +35,7 @@ TINY += " --eval-batches 2 --sample-bytes 24 --max-bytes 200000"
 def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LaunchResult]:
     """A run on two processes from beginning to end."""
     folder = tmp_path_factory.mktemp("whole")
-    words = [*TINY.split(), "--out", folder]
+    words = [*TINY.split(), "--out", folder, "--export", folder / "llama"]
     return folder, launch([SCRIPT, *words], nproc=2, environ=QUICK, timeout_s=300).check()
 
 
@@ -59,6 +60,21 @@ def test_two_processes_train_evaluate_sample_and_leave_files(whole_run: tuple[Pa
     assert {"loss", "grad_norm", "lr", "tokens_per_s", "time_s"} <= set(train[0])
     assert train[0]["loss"] > 5 and train[-1]["loss"] < 3.9 and held_out[-1]["loss"] < 3.9
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_was_exported_has_the_loss_of_the_trained_model(
+    whole_run: tuple[Path, LaunchResult],
+) -> None:
+    folder, result = whole_run
+    assert f"Llama       {folder / 'llama'}" in result.output[0]
+    args = flags.parse_args(train_lm.__doc__ or "", strategies=["ddp"], argv=TINY.split())
+    model, text = load_llama(folder / "llama"), train_lm.read_text(args)
+    losses = [
+        train_lm.evaluation_loss(model, windows)
+        for windows in corpus.held_out_windows(text.held_out, batch=args.batch, seq=args.seq, max_batches=2)
+    ]
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert np.mean(losses) == pytest.approx(last["loss"], rel=1e-5)
 
 
 def test_a_run_that_is_told_to_end_goes_on_with_other_processes(
