@@ -149,6 +149,7 @@ def _rounds(job: _Job, secret: str | None) -> "Alone | Together":
 def _run_round(job: _Job, round_: Round, rounds: "Alone | Together") -> Outcome:
     """Starts this host's workers and watches them to their end."""
     spec, events, workers = job.spec, job.events, job.workers
+    is_first = not workers
     workers.clear()
     events.turn_to(round_)
     events.note("rendezvous", **_facts(round_, spec.nproc))
@@ -164,7 +165,7 @@ def _run_round(job: _Job, round_: Round, rounds: "Alone | Together") -> Outcome:
         for local_rank in range(spec.nproc):
             workers.append(start(round_, local_rank))
             job.reaper.watch(worker.pid for worker in workers)
-        if round_.number == 0 and spec.has_logs and job.console.is_shown:
+        if is_first and spec.has_logs and job.console.is_shown:
             print(f"jaxpar-launch: logs are in {job.folder.path}", file=sys.stderr, flush=True)
         group = Group(
             workers,

@@ -3,6 +3,7 @@
 The workers are plain Python and keep to the protocol of the store by hand, so that each case takes no time.
 """
 
+import json
 import os
 import re
 from pathlib import Path
@@ -140,3 +141,18 @@ def test_what_is_not_proved_is_refused(wrong: dict, said: str) -> None:
         LaunchSpec(
             **({"command": ("true",), "kind": "program", "recover": "in-place", "max_restarts": 1} | wrong)
         )
+
+
+def test_the_events_of_a_recovery(script, command) -> None:
+    command.environ["PYTHONPATH"] += os.pathsep + str(ROOT)
+    line = ["--recover", "in-place", "--max-restarts", 1, "--nproc-per-node", 2, "--log-dir", "logs"]
+    result = command(*line, script(WORKER), "goes on")
+    assert result.returncode == 0, result.stderr
+    (path,) = (command.folder / "logs").glob("*/events.jsonl")
+    events = [json.loads(text) for text in path.read_text().splitlines()]
+    told = [event["event"] for event in events]
+    begin = ["launched", "rendezvous", "worker_started", "worker_started"]
+    assert told[:7] == [*begin, "worker_ended", "worker_started", "replaced"]
+    assert [(event["round"], event["restarts"]) for event in events] == [(0, 0)] * 5 + [(1, 1)] * 5
+    assert events[4]["signal"] == "SIGKILL" and events[4]["rank"] == events[5]["rank"] == 1
+    assert events[6]["text"] == "rank 1 failed (signal 9 (SIGKILL))"
