@@ -1,5 +1,6 @@
 """The events of a job as a timeline: those of all its launchers whose log folders lie side by side, in one order.
 
+    from 2026-01-31T09:30:00.125Z
      0.000 s  node0  round 0  launched: 2 workers, pid 14038
      0.003 s  node1  round 0  launched: 2 workers, pid 9021
      1.512 s  node0  round 0  workers started: ranks 0-1
@@ -18,6 +19,7 @@ from jaxpar_launch._events import FILE_NAME
 from jaxpar_launch._fates import ranges
 
 Event = dict[str, Any]
+WELL = "exit code 0"  # of `end_of`
 _OF_WORKERS = ("worker_started", "worker_ended")
 
 
@@ -46,6 +48,12 @@ def runs_of_a_job(path: str) -> list[str]:
         ):
             chosen.append(run)
     return sorted(chosen)
+
+
+def end_of(run: str) -> str:
+    """How a launcher ended, by the events in its folder; "" if they do not say."""
+    ends = [event for event in read_events(run) if event["event"] == "ended"]
+    return _told(ends[-1], ()) if ends else ""
 
 
 def read_events(run: str) -> list[Event]:
@@ -79,10 +87,11 @@ def timeline(runs: Sequence[str]) -> str:
         else:
             groups.append([event])
     host_width = max(len(event["host"]) for event in events)
-    return "\n".join(
+    lines = [
         f"{_seconds(group[0]) - begin_s:9.3f} s  {group[0]['host']:<{host_width}}  round {group[0]['round']}  {_text(group)}"
         for group in groups
-    )
+    ]
+    return "\n".join([f"    from {events[0]['time']}", *lines])
 
 
 def _same(event: Event) -> Event:
@@ -90,24 +99,32 @@ def _same(event: Event) -> Event:
 
 
 def _text(group: list[Event]) -> str:
-    event = group[0]
-    what = event["event"].replace("_", " ")
-    if event["event"] == "worker_started" and len(group) == 1:
-        return f"{what}: rank {event['rank']}, pid {event['pid']}"
-    if event["event"] in _OF_WORKERS:
-        ranks = sorted(some["rank"] for some in group)
-        many = len(group) > 1
-        how = f", {_how(event)}" if event["event"] == "worker_ended" else ""
-        return f"{what.replace('worker', 'workers') if many else what}: rank{'s' * many} {ranges(ranks)}{how}"
-    told = {
-        "launched": lambda: f"{event['nproc']} workers, pid {event['pid']}",
-        "rendezvous": lambda: (
-            f"ranks {ranges(event['ranks'])} of {event['world_size']}, coordinator {event['coordinator']}"
-        ),
-        "killed": lambda: f"ranks {ranges(event['ranks'])}",
-        "ended": lambda: _how(event) + (f": {event['text']}" if event.get("text") else ""),
-    }.get(event["event"], lambda: str(event.get("text") or event.get("name") or ""))()
+    event, what = group[0], group[0]["event"].replace("_", " ")
+    if len(group) > 1:
+        what = what.replace("worker", "workers")
+    told = _told(event, [some["rank"] for some in group if "rank" in some])
     return f"{what}: {told}" if told else what
+
+
+def _told(event: Event, ranks: Sequence[int]) -> str:
+    match event["event"]:
+        case "launched":
+            return f"{event['nproc']} worker{'s' * (event['nproc'] != 1)}, pid {event['pid']}"
+        case "rendezvous":
+            return f"{_ranks(event['ranks'])} of {event['world_size']}, coordinator {event['coordinator']}"
+        case "worker_started":
+            return _ranks(ranks) + (f", pid {event['pid']}" if len(ranks) == 1 else "")
+        case "worker_ended":
+            return f"{_ranks(ranks)}, {_how(event)}"
+        case "killed":
+            return _ranks(event["ranks"])
+        case "ended":
+            return ": ".join(filter(None, [_how(event), event.get("text")]))
+    return str(event.get("text") or event.get("name") or "")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) != 1)} {ranges(sorted(ranks))}"
 
 
 def _how(event: Event) -> str:

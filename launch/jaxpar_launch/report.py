@@ -6,6 +6,7 @@
       1     14 s    step 12          data.py:17 in read
       no progress: rank 0 waits in barrier 'epoch'; missing: rank 1 in step 12
       local rank 1 failed: ValueError: boom
+      the launcher ended: exit code 1: jaxpar-launch: rank 1 failed first and ended the job.
 
 Reads flight.bin, stacks.txt and error.json of each worker. With `--notes N`, the last N notes of each rank too. With `--events`
 what happened instead, in the order of time, from events.jsonl of all launchers that wrote into LOG_DIR (`_timeline.py`).
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from jaxpar_launch._events import FILE_NAME as EVENTS
 from jaxpar_launch._hang import Place, place_in, summary, table
 from jaxpar_launch._run import STACKS_FILE
-from jaxpar_launch._timeline import runs_of_a_job, timeline
+from jaxpar_launch._timeline import WELL, end_of, runs_of_a_job, timeline
 from jaxpar_launch.flight import FILE_NAME, Limit, Note, read_limit, read_notes
 
 
@@ -52,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if attempt not in attempts:
         print(f"{run} holds no attempt {attempt}, but {attempts}.", file=sys.stderr)
         return 2
-    print(report_of(os.path.join(run, f"attempt_{attempt}"), attempt, options.notes))
+    end = end_of(run) if attempt == attempts[-1] else ""
+    print(report_of(os.path.join(run, f"attempt_{attempt}"), attempt, options.notes, end=end))
     return 0
 
 
@@ -65,8 +67,8 @@ def _print_events(log_dir: str) -> int:
     return 0
 
 
-def report_of(folder: str, attempt: int, num_notes: int) -> str:
-    """The report of one attempt."""
+def report_of(folder: str, attempt: int, num_notes: int, *, end: str = "") -> str:
+    """The report of one attempt; with how the launcher ended after it, if that is known."""
     workers = sorted((name for name in os.listdir(folder) if name.isdigit()), key=int)
     notes = {name: read_notes(os.path.join(folder, name, FILE_NAME)) for name in workers}
     newest = max((some[-1].time_s for some in notes.values() if some), default=0.0)
@@ -84,13 +86,16 @@ def report_of(folder: str, attempt: int, num_notes: int) -> str:
     lines = [
         f"attempt {attempt}, {len(workers)} workers of this host; silent: before the last note of any",
         table(places),
-        f"  {summary(places)}",
     ]
+    if end != WELL:
+        lines.append(f"  {summary(places)}")
     for name in workers:
         if (words := _last_words(os.path.join(folder, name, "error.json"))) is not None:
             lines.append(f"  local rank {name} failed: {words}")
         last = notes[name][-num_notes:] if num_notes else ()
         lines += [f"  local rank {name} {note.time_s - newest:9.3f} s  {note.text}" for note in last]
+    if end:
+        lines.append(f"  the launcher ended: {end}")
     return "\n".join(lines)
 
 

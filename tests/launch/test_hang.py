@@ -57,6 +57,7 @@ def test_the_report_of_a_hang_names_places(script, command) -> None:
     assert "missing: rank 1 in step 2" in after.stdout
     assert "worker.py:6 in read_data" in after.stdout
     assert "s  step 1" in after.stdout and "s  step 2" in after.stdout
+    assert f"the launcher ended: exit code 124: {told}" in after.stdout
 
 
 def test_a_worker_stuck_in_c_says_where(script) -> None:

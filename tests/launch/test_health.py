@@ -14,6 +14,7 @@ import pytest
 from jaxpar_launch import LaunchSpec, LaunchSpecError, launch
 from jaxpar_launch._events import Events
 from jaxpar_launch._health import Health, HealthServer
+from jaxpar_launch._ports import PortReservation
 from jaxpar_launch._signals import SignalInbox
 from jaxpar_launch.cli import main
 
@@ -116,7 +117,9 @@ def test_who_was_told_to_end_is_well_until_it_has(script, command, comes_to, unu
 def test_who_waits_for_other_hosts_is_well_and_can_be_told_to_end(
     script, command, comes_to, unused_port
 ) -> None:
-    endpoint = f"127.0.0.1:{unused_port + 1 if unused_port < 65535 else 1024}"
+    port = PortReservation.draw("127.0.0.1")
+    port.close()
+    endpoint = f"127.0.0.1:{port.port}"
     for place, status in ((endpoint, "waiting"), ("192.0.2.1:29400", "meeting")):  # here; nobody's (RFC 5737)
         line = ["--nnodes", 2, "--rdzv-endpoint", place, "--health-check-port", unused_port]
         process = command.start(*line, script(WORKER))
