@@ -103,9 +103,8 @@ class FlightRecorder:
     def _write_limit(self) -> None:
         limit = min(self._limits, key=lambda limit: limit.ends_at, default=Limit(0.0, 0.0, ""))
         data = limit.scope.encode("utf-8", "replace")[:_LIMIT_TEXT_BYTES]
-        self._memory[_IS_WRITTEN] = (
-            1  # whoever looks now looks again: half a number may be one that is long past
-        )
+        # Whoever looks now looks again: half a number may be one that is long past.
+        self._memory[_IS_WRITTEN] = 1
         _LIMIT.pack_into(self._memory, _IS_WRITTEN + 1, limit.ends_at, limit.after_s, len(data))
         self._memory[_LIMIT_TEXT : _LIMIT_TEXT + len(data)] = data
         self._memory[_IS_WRITTEN] = 0

@@ -174,6 +174,32 @@ def test_hosts_that_join_leave_and_are_lost(script, command, wait_until, unused_
     assert told.count("launched: 1 worker,") == 3 and told.count("restart: ") >= 4
 
 
+def test_whose_workers_are_done_hears_of_a_failure_elsewhere(
+    script, command, wait_until, unused_port
+) -> None:
+    path = script("""
+        import os, time
+        while os.environ["RANK"] == "1":
+            if os.path.exists("go"):
+                raise ValueError("boom")
+            time.sleep(0.02)
+    """)
+    line = ["--nnodes", 2, "--rdzv-endpoint", f"127.0.0.1:{unused_port}", "--rdzv-conf", FAST, path]
+    launchers = [command.start("--log-dir", f"logs{i}", "--node-rank", i, *line) for i in range(2)]
+    logs = command.folder / "logs0"
+    wait_until(
+        lambda: list(logs.glob("*/events.jsonl")) and "worker_ended" in names(events_in(logs)),
+        what="the end of the first host's worker",
+        timeout_s=20,
+    )
+    (command.folder / "go").touch()
+    for launcher in launchers:
+        launcher.communicate(timeout=20)
+    told = names(events_in(logs))
+    assert told[-3:] == ["worker_ended", "failure", "ended"]
+    assert "rank 1 on host" in facts(events_in(logs), "failure")[0]["text"]
+
+
 def test_a_job_that_never_began_says_so(command) -> None:
     line = ["--nnodes", 2, "--rdzv-endpoint", "192.0.2.1:29400", "--rdzv-conf", "join_timeout=0.3"]
     done = command(*line, "--log-dir", "logs", "--no-python", "true")

@@ -1,13 +1,13 @@
 """A block that is not left in time is a hang: found without `--hang-timeout`, told as any other, and the job starts again (row E10)."""
 
 import os
-import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from jaxpar_launch import launch, timer
+from jaxpar_launch import flight, launch, timer
 from jaxpar_launch._hang import Place, summary, table
 from jaxpar_launch._ports import PortReservation
 from jaxpar_launch.flight import FlightRecorder, read_limit
@@ -133,25 +133,24 @@ def test_of_nested_blocks_that_counts_which_ends_first(tmp_path: Path) -> None:
     assert scope() is None
 
 
-def test_whoever_looks_while_a_limit_is_written_sees_none_that_is_over(tmp_path: Path) -> None:
-    path = str(tmp_path / "flight.bin")
+def test_whoever_looks_while_a_limit_is_written_sees_none(tmp_path: Path, monkeypatch) -> None:
+    path, layout, seen = str(tmp_path / "flight.bin"), flight._LIMIT, []
+
+    class Watched:
+        """Someone looks when half is written."""
+
+        unpack_from = layout.unpack_from
+
+        def pack_into(self, *arguments: Any) -> None:
+            layout.pack_into(*arguments)
+            seen.append(read_limit(path))
+
     recorder = FlightRecorder(path)
-    is_over, seen = threading.Event(), []
-
-    def look() -> None:
-        while not is_over.is_set():
-            if (limit := read_limit(path)) is not None:
-                seen.append(limit)
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    until = time.monotonic() + 1
-    while time.monotonic() < until:
-        for after_s in (1e3, 1e6, 1e9):
-            recorder.end(recorder.begin(after_s, str(after_s)))
-    is_over.set()
-    thread.join(timeout=10)
-    assert seen and all(limit.ends_at > time.monotonic() for limit in seen)
+    monkeypatch.setattr(flight, "_LIMIT", Watched())
+    limit = recorder.begin(10, "step")
+    assert read_limit(path) == limit
+    recorder.end(limit)
+    assert seen == [None, None] and read_limit(path) is None
 
 
 def test_a_block_is_cheap(tmp_path: Path) -> None:
