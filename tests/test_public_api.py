@@ -56,7 +56,7 @@ PUBLIC = {
     """,
     "jaxpar.checkpoint": """
         ArrayMetadata CheckpointError CheckpointManager CheckpointMetadata Restored Tensors load_safetensors metadata
-        save_safetensors steps verify
+        checkpoint_to_safetensors safetensors_to_checkpoint save_safetensors steps verify
     """,
     "jaxpar.train": """
         LocalSGDStep TrainStep averaged clip_grad_norm ema skip_spikes total_norm

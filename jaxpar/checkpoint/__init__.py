@@ -9,5 +9,7 @@ from jaxpar.checkpoint._metadata import CheckpointMetadata as CheckpointMetadata
 from jaxpar.checkpoint._metadata import metadata as metadata
 from jaxpar.checkpoint._metadata import steps as steps
 from jaxpar.checkpoint._metadata import verify as verify
+from jaxpar.checkpoint._offline import checkpoint_to_safetensors as checkpoint_to_safetensors
+from jaxpar.checkpoint._offline import safetensors_to_checkpoint as safetensors_to_checkpoint
 from jaxpar.checkpoint._save_safetensors import save_safetensors as save_safetensors
 from jaxpar.checkpoint._tensors import Tensors as Tensors

@@ -1,39 +1,42 @@
-"""Looks at checkpoints from a shell, without devices.
+"""Looks at checkpoints from a shell, and turns them into safetensors files and back, without model and devices.
 
 python -m jaxpar.checkpoint list FOLDER              steps, when, how large, metrics
 python -m jaxpar.checkpoint show FOLDER [STEP]       arrays with shapes, dtypes and layouts
 python -m jaxpar.checkpoint verify FOLDER [STEP]     compares files with what was written; exit code 1 if they differ
+python -m jaxpar.checkpoint export FOLDER OUT [STEP] [--dtype bfloat16]     the model's arrays as safetensors files
+python -m jaxpar.checkpoint import FILES FOLDER [STEP]                      safetensors files as a checkpoint, of step 0
 """
 
 import argparse
 import sys
 from pathlib import Path
 
+import jax
 import rich.box
 import rich.filesize
 from rich.console import Console
 from rich.table import Table
 
-from jaxpar.checkpoint import CheckpointError, metadata, steps, verify
+from jaxpar.checkpoint import (
+    CheckpointError,
+    checkpoint_to_safetensors,
+    metadata,
+    safetensors_to_checkpoint,
+    steps,
+    verify,
+)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one of the three; the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxpar.checkpoint",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("command", choices=("list", "show", "verify"))
-    parser.add_argument("folder", type=Path, help="that was given to CheckpointManager")
-    parser.add_argument(
-        "step", type=int, nargs="?", help="which checkpoint (default: the latest; list and verify: all)"
-    )
-    args = parser.parse_args(argv)
+    """Runs one of them; the exit code."""
+    args = _parser().parse_args(argv)
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 200  # nothing is cut off in a file
     try:
+        if args.command in ("export", "import"):
+            jax.config.update("jax_platforms", "cpu")  # nothing is computed
+            return _export(args, console) if args.command == "export" else _import(args, console)
         chosen = steps(args.folder) if args.step is None else [args.step]
         if not chosen:
             raise CheckpointError(f"{args.folder} has no complete checkpoint.")
@@ -47,6 +50,54 @@ def main(argv: list[str] | None = None) -> int:
     except CheckpointError as error:
         print(f"python -m jaxpar.checkpoint: {error}", file=sys.stderr)
         return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxpar.checkpoint",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    folder = "that was given to CheckpointManager"
+    for name, default in (("list", "all"), ("show", "the latest"), ("verify", "all")):
+        command = commands.add_parser(name)
+        command.add_argument("folder", type=Path, help=folder)
+        command.add_argument("step", type=int, nargs="?", help=f"which checkpoint (default: {default})")
+    export = commands.add_parser("export", help="a checkpoint to safetensors files")
+    export.add_argument("folder", type=Path, help=folder)
+    export.add_argument("out", type=Path, help="where the files go")
+    export.add_argument("step", type=int, nargs="?", help="which checkpoint (default: the latest)")
+    export.add_argument("--group", default="model", help="model, optimizer or extra (default: model)")
+    export.add_argument("--dtype", help="what floating arrays are rounded to (default: as they are)")
+    export.add_argument(
+        "--max-shard-bytes", type=int, default=5 * 10**9, metavar="N", help="of a file (default: %(default)s)"
+    )
+    back = commands.add_parser("import", help="safetensors files to a checkpoint")
+    back.add_argument("files", type=Path, help="one file, or a folder of them")
+    back.add_argument("folder", type=Path, help="that will be given to CheckpointManager")
+    back.add_argument("step", type=int, nargs="?", default=0, help="of the checkpoint (default: 0)")
+    return parser
+
+
+def _export(args: argparse.Namespace, console: Console) -> int:
+    checkpoint_to_safetensors(
+        args.folder,
+        args.out,
+        step=args.step,
+        group=args.group,
+        dtype=args.dtype,
+        max_shard_bytes=args.max_shard_bytes,
+    )
+    step = metadata(args.folder, args.step).step
+    console.print(f"step {step} of {args.folder}: {args.group} written to {args.out}")
+    return 0
+
+
+def _import(args: argparse.Namespace, console: Console) -> int:
+    safetensors_to_checkpoint(args.files, args.folder, step=args.step)
+    console.print(f"{args.files} written as step {args.step} of {args.folder}")
+    return 0
 
 
 def _list(folder: Path, chosen: list[int]) -> Table:

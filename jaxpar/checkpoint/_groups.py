@@ -1,17 +1,21 @@
 """The arrays of what is saved, in groups: model, optimizer, extra; described for the file, and compared with what it says."""
 
+import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from jaxpar._errors import CheckpointError
 from jaxpar._named import NamedArray, check_no_bare_arrays, named_arrays
+from jaxpar._record import is_flat
 from jaxpar.checkpoint._arrays import is_abstract_without_place, key_kind, spec_text
 from jaxpar.checkpoint._contents import difference_lines
+from jaxpar.checkpoint._tensors import num_bytes
 
 Groups = dict[str, list[NamedArray]]
 
@@ -99,10 +103,35 @@ def check_fits(path: Path, about: Mapping[str, Any], groups: Groups, *, strict: 
         )
 
 
+def in_batches(groups: Groups, max_bytes: int) -> Iterator[Groups]:
+    """Arrays that take so many bytes together in every process, or one that is larger; the same batches on all processes."""
+    batch: Groups = {}
+    size = 0
+    for name, arrays in groups.items():
+        for array in arrays:
+            own = _process_bytes(array)
+            if batch and size + own > max_bytes:
+                yield batch
+                batch, size = {}, 0
+            batch.setdefault(name, []).append(array)
+            size += own
+    if batch:
+        yield batch
+
+
+def _process_bytes(array: NamedArray) -> int:
+    """What the process with most devices of an array takes for it."""
+    sharding = getattr(array.value, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or is_flat(array.variable):
+        return num_bytes(array.shape, array.dtype)
+    of_process = collections.Counter(device.process_index for device in sharding.device_set)
+    return max(of_process.values()) * num_bytes(sharding.shard_shape(array.value.shape), array.dtype)
+
+
 def given_up(array: NamedArray) -> NamedArray:
     """The same without the values, to be read anew; its variable keeps shape and place."""
     x = array.value
-    if not isinstance(x, jax.Array) or not isinstance(x.sharding, jax.sharding.NamedSharding):
+    if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
         return array
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
     array.assign(shape)

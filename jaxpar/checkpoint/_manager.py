@@ -31,6 +31,7 @@ from jaxpar.checkpoint._groups import (
     described,
     given_up,
     groups_of,
+    in_batches,
     split_extra,
 )
 from jaxpar.checkpoint._store import Store
@@ -79,7 +80,8 @@ class CheckpointManager:
         best: such as `("loss", "min")`: the best checkpoint by a metric that is given to `save` stays too.
         is_async: training goes on while a checkpoint is written: `save` returns when the arrays are copied to the host.
         checksums: note a checksum of every file, and compare it before restoring; sizes are compared in any case.
-        memory_bytes: what may be on its way to or from the disk at once, in each process, rounded up to GiB; None: no limit.
+        memory_bytes: what `restore` reads at once in each process, on its way from the disk to the devices; an array that is larger is
+            read alone. An asynchronous `save` holds this process's parts until they are written.
         timeout_s: how long processes wait for each other at the end of a save.
 
     Raises:
@@ -112,7 +114,7 @@ class CheckpointManager:
         best: tuple[str, str] | None = None,
         is_async: bool = True,
         checksums: bool = True,
-        memory_bytes: int | None = None,
+        memory_bytes: int = 4 << 30,
         timeout_s: float = 600.0,
     ) -> None:
         _check_options(
@@ -128,7 +130,7 @@ class CheckpointManager:
                 f"CheckpointManager: best={best!r} names a metric and whether the least or the greatest is best. Write "
                 f"best=({best[0]!r}, 'min') or best=({best[0]!r}, 'max')."
             )
-        self._checksums = checksums
+        self._checksums, self._memory_bytes = checksums, memory_bytes
         self._due = Due(every_steps=every_steps, every_minutes=every_minutes)
         self._store = Store(
             Path(folder),
@@ -137,7 +139,6 @@ class CheckpointManager:
             best=best,
             is_async=is_async,
             with_checksums=checksums,
-            memory_bytes=memory_bytes,
             timeout_s=timeout_s,
         )
 
@@ -307,6 +308,10 @@ class CheckpointManager:
         return sorted({fault for share in shares for fault in share})
 
     def _read(self, step: int, groups: Groups) -> None:
+        for batch in in_batches(groups, self._memory_bytes):
+            self._read_batch(step, batch)
+
+    def _read_batch(self, step: int, groups: Groups) -> None:
         wanted = {
             name: {array.name: to_restore(array) for array in arrays} for name, arrays in groups.items()
         }

@@ -13,12 +13,14 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
-from jaxpar.checkpoint._tensors import blocks, num_bytes
+from jaxpar._errors import CheckpointError
+from jaxpar.checkpoint._tensors import Tensors, blocks, num_bytes
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 CODES = {
@@ -60,6 +62,65 @@ class Tensor:
     def num_bytes(self) -> int:
         """What it takes."""
         return num_bytes(self.shape, self.dtype)
+
+
+class Named(Protocol):
+    """An array that shall be written."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+
+def tensors_of(
+    caller: str, arrays: Sequence[Named], rules: Sequence[Tensors], dtype: DTypeLike | None
+) -> list[Tensor]:
+    """What files hold of arrays.
+
+    Args:
+        caller: for messages.
+        arrays: of a model.
+        rules: of each, how it lies in files.
+        dtype: of floating arrays there; None: their own.
+
+    Raises:
+        CheckpointError: two arrays would have one name, a rule does not fit, or the format has no such dtype.
+    """
+    found: list[Tensor] = []
+    of: dict[str, str] = {}
+    for array, rule in zip(arrays, rules, strict=True):
+        is_cast = dtype is not None and jnp.issubdtype(array.dtype, jnp.floating)
+        kind = dtype_of(caller, array.name, dtype if is_cast else array.dtype)
+        for name, shape in rule.shapes(array.shape).items():
+            if of.setdefault(name, array.name) != array.name:
+                raise CheckpointError(
+                    f"{caller}: {of[name]} and {array.name} would both be written as {name!r}. Correct `names`."
+                )
+            found.append(Tensor(name, shape, kind))
+    return found
+
+
+def dtype_of(caller: str, name: str, dtype: Any) -> np.dtype:
+    """The dtype, which the format must know.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    try:
+        kind = jnp.dtype(dtype)
+    except TypeError:
+        kind = None
+    if kind is None or kind not in CODES:
+        raise CheckpointError(
+            f"{caller}: {name} is {dtype}, which is not written; dtypes are {[str(d) for d in CODES]}. "
+            f"Write dtype=jnp.bfloat16, or leave it out with names={{{name!r}: None}}."
+        )
+    return kind
 
 
 @dataclass(frozen=True)

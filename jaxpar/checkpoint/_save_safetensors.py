@@ -6,14 +6,13 @@ device 0: [w 0:2]  device 1: [w 2:4]   --one array at a time-->   model-00001-of
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxpar._errors import CheckpointError
 from jaxpar._named import NamedArray, check_no_bare_arrays, named_arrays
-from jaxpar.checkpoint._safetensors_write import CODES, Export, Tensor
+from jaxpar.checkpoint._safetensors_write import Export, tensors_of
 from jaxpar.checkpoint._tensors import Names, Tensors, rule_of
 from jaxpar.mesh import broadcast_object, get_rank
 from jaxpar.mesh._host_arrays import DEFAULT_BUDGET_BYTES, Asker, host_arrays
@@ -66,7 +65,7 @@ def save_safetensors(
             f"save_safetensors: max_shard_bytes={max_shard_bytes} holds nothing. Write such as 5 * 10**9, or leave it out."
         )
     arrays, rules = arrays_with_rules(model, names)
-    tensors = _tensors(arrays, rules, dtype)
+    tensors = tensors_of("save_safetensors", arrays, rules, dtype)
     asker = Asker(
         name="save_safetensors",
         owner=type(model).__name__,
@@ -93,29 +92,6 @@ def arrays_with_rules(model: nnx.Module, names: Names | None) -> tuple[list[Name
     ]
     there = [(array, rule) for array, rule in weights if rule is not None]
     return [array for array, _ in there], [rule for _, rule in there]
-
-
-def _tensors(arrays: Sequence[NamedArray], rules: Sequence[Tensors], dtype: DTypeLike | None) -> list[Tensor]:
-    found: list[Tensor] = []
-    of: dict[str, str] = {}
-    for array, rule in zip(arrays, rules, strict=True):
-        kind = (
-            array.dtype
-            if dtype is None or not jnp.issubdtype(array.dtype, jnp.floating)
-            else jnp.dtype(dtype)
-        )
-        if kind not in CODES:
-            raise CheckpointError(
-                f"save_safetensors: {array.name} is {kind}, which is not written; dtypes are {[str(d) for d in CODES]}. "
-                f"Write dtype=jnp.bfloat16, or leave it out with names={{{array.name!r}: None}}."
-            )
-        for name, shape in rule.shapes(array.shape).items():
-            if of.setdefault(name, array.name) != array.name:
-                raise CheckpointError(
-                    f"save_safetensors: {of[name]} and {array.name} would both be written as {name!r}. Correct `names`."
-                )
-            found.append(Tensor(name, shape, kind))
-    return found
 
 
 def _views(stream: Iterator[tuple[str, np.ndarray]], rules: Sequence[Tensors]) -> Iterator[np.ndarray]:

@@ -23,7 +23,6 @@ from jaxpar.checkpoint._files import write_list
 from jaxpar.checkpoint._stages import stage_registry
 
 GROUPS = ("model", "optimizer", "extra")
-_GIB = 1 << 30
 
 
 class Store:
@@ -36,7 +35,6 @@ class Store:
         best: name of a metric and "min" or "max": the best of them stays too.
         is_async: write in the background.
         with_checksums: note a checksum for each file.
-        memory_bytes: what may be on its way between devices and disk at once, in each process.
         timeout_s: how long processes wait for each other.
     """
 
@@ -49,18 +47,14 @@ class Store:
         best: tuple[str, str] | None,
         is_async: bool,
         with_checksums: bool,
-        memory_bytes: int | None,
         timeout_s: float,
     ) -> None:
         self.folder, self._with_checksums, self._is_async = folder, with_checksums, is_async
-        gib = None if memory_bytes is None else max(1, -(-memory_bytes // _GIB))
         registry = stage_registry()
         # Not compressed: weights give a tenth, and take half of the time.
         handlers: dict[str, Any] = {
             name: ocp.PyTreeCheckpointHandler(
                 type_handler_registry=registry,
-                save_concurrent_gb=gib,
-                restore_concurrent_gb=gib,
                 use_compression=False,
             )
             for name in GROUPS
