@@ -266,3 +266,20 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be used for checkpoints"):
         CheckpointManager(tmp_path / "file")
+
+
+def test_arrays_are_read_in_batches_of_the_memory_allowed(tmp_path: Path) -> None:
+    """Largest parts: 64 bytes of each kernel on each device, 256 of a process, 16 of the bias that stays whole."""
+    mesh = init_device_mesh((4,), ("dp",), devices=jax.devices()[:4])
+    model = fully_shard(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh)
+    with CheckpointManager(tmp_path, memory_bytes=1) as manager:
+        manager.save(1, model)
+    for memory_bytes, num_batches in ((1, 2), (1 << 20, 1)):
+        other, read = fully_shard(nnx.Linear(8, 8, rngs=nnx.Rngs(1)), mesh), []
+        with CheckpointManager(tmp_path, memory_bytes=memory_bytes) as manager:
+            restore = manager._store.restore
+            manager._store.restore = lambda step, wanted: (read.append(wanted), restore(step, wanted))[1]  # noqa: B023
+            manager.restore(other)
+        assert len(read) == num_batches
+        for name, x in full_state(model).items():
+            np.testing.assert_array_equal(full_state(other)[name], x)
