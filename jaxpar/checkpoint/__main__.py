@@ -60,8 +60,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     folder = "that was given to CheckpointManager"
-    for name, default in (("list", "all"), ("show", "the latest"), ("verify", "all")):
-        command = commands.add_parser(name)
+    for name, default, about in (
+        ("list", "all", "what a folder has"),
+        ("show", "the latest", "what a checkpoint holds"),
+        ("verify", "all", "whether files are as they were written"),
+    ):
+        command = commands.add_parser(name, help=about)
         command.add_argument("folder", type=Path, help=folder)
         command.add_argument("step", type=int, nargs="?", help=f"which checkpoint (default: {default})")
     export = commands.add_parser("export", help="a checkpoint to safetensors files")
