@@ -17,6 +17,11 @@ _CHUNK_BYTES = 1 << 22
 _LATER = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
 
+def complete_steps(folder: Path) -> list[int]:
+    """The steps whose checkpoints are complete, in order: their folders have got their names."""
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+
+
 def write_list(folder: Path, *, with_checksums: bool) -> None:
     """Lists the files of a checkpoint that is about to be committed; durable when it returns."""
     found = {

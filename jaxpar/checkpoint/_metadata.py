@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxpar._errors import CheckpointError
 from jaxpar.checkpoint._contents import read_contents
-from jaxpar.checkpoint._files import faults
+from jaxpar.checkpoint._files import complete_steps, faults
 
 _BITS = {"bool": 8, "bfloat16": 16}
 
@@ -75,7 +75,7 @@ def steps(folder: str | Path) -> list[int]:
         []
     """
     try:
-        return sorted(int(path.name) for path in Path(folder).iterdir() if path.name.isdigit())
+        return complete_steps(Path(folder))
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror}.") from error
 

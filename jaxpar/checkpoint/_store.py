@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxpar._errors import CheckpointError
-from jaxpar.checkpoint._files import write_list
+from jaxpar.checkpoint._files import complete_steps, write_list
 from jaxpar.checkpoint._stages import stage_registry
 
 GROUPS = ("model", "optimizer", "extra")
@@ -78,7 +78,7 @@ class Store:
 
     def steps(self) -> list[int]:
         """Steps that are complete, in order."""
-        return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
+        return complete_steps(self.folder)
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step lies."""
