@@ -7,14 +7,32 @@ A file that was cut short or changed is named, and the checkpoint before it is u
 
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from jaxpar._errors import CheckpointError
+
 LIST = "files.json"
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # Path("gs://a") is "gs:/a"
 _CHUNK_BYTES = 1 << 22
 # Orbax renews these after the list is made, as its last act: they say when, and hold nothing of the model.
 _LATER = ("_CHECKPOINT_METADATA", "commit_success.txt")
+
+
+def local(path: str | Path) -> Path:
+    """The path; an address would become a folder of that name here, and the bucket stay empty.
+
+    Raises:
+        CheckpointError: it is an address.
+    """
+    if _ADDRESS.match(str(path)):
+        raise CheckpointError(
+            f"{path} is an address. Checkpoints and weights lie in folders: mount the bucket (gcsfuse, s3fs, a CSI volume) and name its "
+            f"folder, or copy complete checkpoints with the tools of the store."
+        )
+    return Path(path)
 
 
 def complete_steps(folder: Path) -> list[int]:

@@ -19,6 +19,7 @@ from jaxpar._as_stored import as_stored
 from jaxpar._errors import CheckpointError
 from jaxpar._named import NamedArray
 from jaxpar._record import is_flat
+from jaxpar.checkpoint._files import local
 from jaxpar.checkpoint._safetensors_read import TensorFiles
 from jaxpar.checkpoint._save_safetensors import arrays_with_rules
 from jaxpar.checkpoint._tensors import Index, Names, Tensors, whole
@@ -65,7 +66,7 @@ def load_safetensors(
         ((), True)
     """
     arrays, rules = arrays_with_rules(model, names)
-    with TensorFiles.open(Path(folder)) as files:
+    with TensorFiles.open(local(folder)) as files:
         faults = _faults(arrays, rules, files, cast=cast, strict=strict)
         if faults:
             raise CheckpointError(

@@ -22,7 +22,7 @@ from jaxpar.checkpoint._arrays import (
 )
 from jaxpar.checkpoint._contents import contents, read_contents
 from jaxpar.checkpoint._due import Due
-from jaxpar.checkpoint._files import faults
+from jaxpar.checkpoint._files import faults, local
 from jaxpar.checkpoint._groups import (
     Groups,
     check_fits,
@@ -133,7 +133,7 @@ class CheckpointManager:
         self._checksums, self._memory_bytes = checksums, memory_bytes
         self._due = Due(every_steps=every_steps, every_minutes=every_minutes)
         self._store = Store(
-            Path(folder),
+            local(folder),
             keep=keep,
             keep_every=keep_every,
             best=best,

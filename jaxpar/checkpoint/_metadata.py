@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxpar._errors import CheckpointError
 from jaxpar.checkpoint._contents import read_contents
-from jaxpar.checkpoint._files import complete_steps, faults
+from jaxpar.checkpoint._files import complete_steps, faults, local
 
 _BITS = {"bool": 8, "bfloat16": 16}
 
@@ -75,7 +75,7 @@ def steps(folder: str | Path) -> list[int]:
         []
     """
     try:
-        return complete_steps(Path(folder))
+        return complete_steps(local(folder))
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror}.") from error
 
@@ -106,7 +106,7 @@ def metadata(folder: str | Path, step: int | None = None) -> CheckpointMetadata:
     if not there or (step is not None and step not in there):
         wanted = "a checkpoint" if step is None else f"the checkpoint of step {step}"
         raise CheckpointError(f"{folder} does not have {wanted}; it has those of the steps {there}.")
-    found = read_contents(Path(folder) / str(there[-1] if step is None else step))
+    found = read_contents(local(folder) / str(there[-1] if step is None else step))
     arrays = {
         group: {
             name: ArrayMetadata(tuple(x["shape"]), x["dtype"], x["layout"], x.get("key"))
@@ -139,7 +139,7 @@ def verify(folder: str | Path, step: int | None = None) -> list[str]:
         >>> verify(folder)
         []
     """
-    return faults(Path(folder) / str(metadata(folder, step).step))
+    return faults(local(folder) / str(metadata(folder, step).step))
 
 
 def _num_bytes(dtype: str) -> int:

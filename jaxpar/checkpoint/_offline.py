@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from jaxpar._errors import CheckpointError
 from jaxpar.checkpoint._contents import contents
-from jaxpar.checkpoint._files import faults
+from jaxpar.checkpoint._files import faults, local
 from jaxpar.checkpoint._metadata import ArrayMetadata, metadata, steps
 from jaxpar.checkpoint._safetensors_read import TensorFiles
 from jaxpar.checkpoint._safetensors_write import Export, dtype_of, tensors_of
@@ -77,7 +77,7 @@ def checkpoint_to_safetensors(
         ()
     """
     found = metadata(checkpoints, step)
-    path = Path(checkpoints) / str(found.step)
+    path = local(checkpoints) / str(found.step)
     if damage := faults(path):
         raise CheckpointError(
             f"{path} is damaged: {'; '.join(damage)}. Name another step: there are {steps(checkpoints)}."
@@ -87,7 +87,7 @@ def checkpoint_to_safetensors(
     export = Export.of(tensors, max_shard_bytes)
     values = _views(_read(path / group, arrays, budget_bytes), rules)
     try:
-        export.write(Path(folder), values, budget_bytes)
+        export.write(local(folder), values, budget_bytes)
     except OSError as error:
         raise CheckpointError(
             f"checkpoint_to_safetensors: {folder} could not be written ({error}). What was there before is as it was, or has no index."
@@ -119,7 +119,7 @@ def safetensors_to_checkpoint(path: str | Path, checkpoints: str | Path, *, step
         ...     manager.restore(model).step
         0
     """
-    with TensorFiles.open(Path(path)) as files:
+    with TensorFiles.open(local(path)) as files:
         arrays = {}
         for name in files.slices:
             dtype_of("safetensors_to_checkpoint", name, files.dtype(name))
@@ -130,7 +130,7 @@ def safetensors_to_checkpoint(path: str | Path, checkpoints: str | Path, *, step
     groups = dict.fromkeys(GROUPS, {}) | {"model": described}
     about = contents(step, groups, data_state=None, extra={}, metrics={}, num_processes=1, num_devices=0)
     store = Store(
-        Path(checkpoints),
+        local(checkpoints),
         keep=None,
         keep_every=None,
         best=None,

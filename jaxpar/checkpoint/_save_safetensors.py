@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from jaxpar._errors import CheckpointError
 from jaxpar._named import NamedArray, check_no_bare_arrays, named_arrays
+from jaxpar.checkpoint._files import local
 from jaxpar.checkpoint._safetensors_write import Export, tensors_of
 from jaxpar.checkpoint._tensors import Names, Tensors, rule_of
 from jaxpar.mesh import broadcast_object, get_rank
@@ -74,7 +75,7 @@ def save_safetensors(
         filled_by="load_safetensors(model, folder)",
     )
     stream = host_arrays(arrays, asker, budget_bytes=budget_bytes, rank0_only=True)
-    failure = _write(Export.of(tensors, max_shard_bytes), Path(folder), _views(stream, rules), budget_bytes)
+    failure = _write(Export.of(tensors, max_shard_bytes), local(folder), _views(stream, rules), budget_bytes)
     said = broadcast_object("" if failure is None else f"{type(failure).__name__}: {failure}")
     if said:
         raise CheckpointError(

@@ -63,7 +63,8 @@ class LocalSGDStep:
     Args:
         loss_fn: as for `TrainStep`; each replica takes the mean over its own part of the batch.
         model: as for `TrainStep`, without a pipeline. All replicas begin with its values.
-        optimizer: `nnx.Optimizer(model, tx, wrt=nnx.Param)`: the inner optimizer. All replicas begin with its state.
+        optimizer: `nnx.Optimizer(model, tx, wrt=nnx.Param)`: the inner optimizer. All replicas begin with its state. A `tx` that
+            looks at the loss gets the mean of the replicas'.
         mesh: the mesh of the whole job.
         period: after how many steps replicas are averaged: over all batch axes; or by axis: `{"node": 16}` averages over `node`
             after 16 steps, and sums gradients over the other batch axes in every step; `{"node": 16, "gpu": 4}` averages

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 from orbax.checkpoint import type_handlers
 
+import jaxpar.checkpoint
 from jaxpar.checkpoint import CheckpointError, CheckpointManager
 
 
@@ -129,3 +130,20 @@ def test_disk_full_is_an_error_and_the_last_checkpoint_stays(
     manager.save(3, model)
     manager.close()
     assert manager.steps() == [1, 3]
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_an_address_is_no_folder(kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Path` makes "gs:/bucket/run" of it: a folder of this disk, where nobody would look for the run."""
+    monkeypatch.chdir(tmp_path)
+    address, model = kind("gs://bucket/run"), nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    for use in (
+        lambda: CheckpointManager(address),
+        lambda: jaxpar.checkpoint.metadata(address),
+        lambda: jaxpar.checkpoint.save_safetensors(model, address),
+        lambda: jaxpar.checkpoint.load_safetensors(model, address),
+        lambda: jaxpar.checkpoint.checkpoint_to_safetensors(address, tmp_path / "out"),
+    ):
+        with pytest.raises(CheckpointError, match="bucket/run is an address.*: mount the bucket"):
+            use()
+    assert not list(tmp_path.iterdir())
