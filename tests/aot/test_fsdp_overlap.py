@@ -5,8 +5,9 @@
     backward   gather of block i-1 and reduce-scatter of block i+1, under block i
 
 What has nothing to hide behind is at the ends: the gathers of the embedding and of block 0, and the reduce-scatters of
-block 0 and of the embedding; of 12 blocks that is 8 % of the bytes. Measured on jax 0.10.2 and 0.12.0: 0.924 of the bytes
-travel under matmuls at 64 devices, 0.965 at 4,096 (where 6 blocks do: 0.931).
+block 0 and of the embedding. These are the same bytes for any number of blocks, and all others travel under matmuls:
+so few blocks tell. Of 12 blocks the ends are 8 % of the bytes. Measured on jax 0.10.2 and 0.12.0: 0.924 of them travel under
+matmuls at 64 devices, 0.965 at 4,096, where block 0's reduce-scatter does too.
 """
 
 import functools
@@ -22,7 +23,7 @@ import pytest
 from flax import nnx
 
 import jaxpar
-from jaxpar.debug import collectives, memory, overlap, topology
+from jaxpar.debug import OverlapReport, collectives, memory, overlap, topology
 from jaxpar.debug._topology import has_gpu_compiler
 from jaxpar.fsdp import MixedPrecisionPolicy, fully_shard
 from jaxpar.mesh import DeviceMesh
@@ -73,8 +74,11 @@ def lowered_step(depth: int, mesh: DeviceMesh, *, prefetch: int, keep_blocks: bo
     return step.lower(jax.ShapeDtypeStruct((mesh.size() * SEQUENCES, LENGTH + 1), jnp.int32))
 
 
-@pytest.mark.parametrize(("num_devices", "depth"), [(64, 12), (4096, 6)])
-def test_nine_tenths_of_the_bytes_travel_under_matmuls(num_devices: int, depth: int, compiled_step) -> None:
+@pytest.mark.parametrize(("num_devices", "depth"), [(64, 4), (64, 6), (4096, 2)])
+def test_all_bytes_but_those_at_the_ends_travel_under_matmuls(
+    num_devices: int, depth: int, compiled_step
+) -> None:
+    """The ends are 6 (EMBED + BLOCK) bytes of 6 (EMBED + LAST) + 8 BLOCK depth: with 12 blocks less than a tenth."""
     compiled, mesh = compiled_step(depth, num_devices=num_devices)
     table, report = collectives(compiled, mesh=mesh), overlap(compiled, mesh=mesh)
     # 4,096 ranks cannot cut 1,024 scales of a norm: those are replicated, and all-reduced with the loss.
@@ -85,7 +89,9 @@ def test_nine_tenths_of_the_bytes_travel_under_matmuls(num_devices: int, depth: 
     assert table.bytes("all_reduce", "dp") == table.bytes("all_reduce") == 4 + 4 * (2 * depth + 1) * whole
     assert table.count("reduce_scatter") == 1 + depth + 1
     assert report.async_fraction == 1.0
-    assert report.overlapped_fraction >= 0.9
+    gathers, scatters = (report.select(kind, "dp") for kind in ("all_gather", "reduce_scatter"))
+    assert bytes_alone(gathers) <= 2 * (EMBED + block)
+    assert bytes_alone(scatters) <= 4 * (EMBED + block)
     sharded = EMBED + depth * block + last
     state_bytes = (
         3 * 4 * (sharded / num_devices + (2 * depth + 1) * whole)
@@ -94,17 +100,20 @@ def test_nine_tenths_of_the_bytes_travel_under_matmuls(num_devices: int, depth: 
     assert memory(compiled).argument_bytes == pytest.approx(state_bytes + tokens_bytes, rel=0.001)
 
 
+def bytes_alone(report: OverlapReport) -> int:
+    """Of collectives that have no matmul between start and done."""
+    return sum(row.total_bytes for row in report.rows if not row.is_overlapped)
+
+
 def test_without_prefetch_gathers_travel_alone(compiled_step) -> None:
-    shares = []
-    for prefetch in (1, 0):
-        compiled, mesh = compiled_step(4, prefetch=prefetch)
-        shares.append(overlap(compiled, mesh=mesh).select("all_gather").overlapped_fraction)
-    assert shares[0] >= 0.8 and shares[1] <= 0.5
+    """Here all of them do, with prefetch 0.28 of the bytes (the test above)."""
+    compiled, mesh = compiled_step(2, prefetch=0)
+    assert overlap(compiled, mesh=mesh).select("all_gather").overlapped_fraction <= 0.5
 
 
 def test_blocks_add_their_inputs_to_memory_and_kept_ones_their_parameters_too(compiled_step) -> None:
     growth = {}
-    for keep_blocks, depths in ((False, (4, 12)), (True, (2, 4))):
+    for keep_blocks, depths in ((False, (4, 6)), (True, (2, 4))):
         programs = [compiled_step(depth, keep_blocks=keep_blocks)[0] for depth in depths]
         temp = [memory(program).temp_bytes for program in programs]
         growth[keep_blocks] = (temp[1] - temp[0]) / (depths[1] - depths[0])

@@ -1,8 +1,10 @@
 """Each with each: {ddp, fsdp, hsdp} x tp x sequence parallel x context parallel x accumulation, over 8 devices.
 
-Of the 60 products 25 are run: 15 in float64, at 1e-12, and 10 others in float32, at 1e-5. Dropout, clipping, tied
-embeddings and AdamW are on. The reference is the same step on one device, which `test_compose.py`
-compares with plain Flax and optax. Gradients are compared through the parameters after three steps.
+Of the 60 products 21 are run: 15 in float64, at 1e-12, and 6 others in float32, at 1e-5. In float64 each pair of values meets;
+what float32 adds is the dtype, which each value meets, and in which kind, cp and accumulation meet each other.
+Dropout, clipping, tied embeddings and AdamW are on. The reference is the same step on one device without
+accumulation, which `test_compose.py` compares with plain Flax and optax. Gradients are compared through the
+parameters after three steps.
 """
 
 import dataclasses
@@ -70,24 +72,32 @@ class Product:
             fully_shard(model, mesh, shard_axis=("dp", "cp"), replicate_axis="replica", units="blocks.*")
 
 
-def products(dtype: str) -> tuple[Product, ...]:
-    """float64: 15, each pair of values meets. float32: 10 others, each pair meets but that of kind and tp.
+FLOAT32 = (
+    Product("ddp", accumulate=2),
+    Product("ddp", tp=2, is_sequence_parallel=True, cp=2),
+    Product("fsdp", cp=2),
+    Product("fsdp", tp=4, accumulate=2),
+    Product("hsdp", tp=2),
+    Product("hsdp", tp=4, is_sequence_parallel=True, cp=2, accumulate=2),
+)
 
-    Two of the float32 products for each tp suffice: whether the kind's index is even decides cp and accumulation.
-    """
-    flip = 0 if dtype == "float64" else 1
+
+def products(dtype: str) -> tuple[Product, ...]:
+    """float64: 15, each pair of values meets. float32: 6 others, each pair meets but those with tp."""
+    if dtype == "float32":
+        return FLOAT32
     return tuple(
-        Product(kind, tp, sp, cp=1 + (i + j + flip) % 2, accumulate=1 + (i + j // 2 + flip) % 2)
+        Product(kind, tp, sp, cp=1 + (i + j) % 2, accumulate=1 + (i + j // 2) % 2)
         for (i, kind), (j, (tp, sp)) in itertools.product(enumerate(("ddp", "fsdp", "hsdp")), enumerate(TP))
-        if dtype == "float64" or i != (2 if j % 3 == 0 else 0)
     )
 
 
 CASES = [(dtype, product) for dtype in ("float64", "float32") for product in products(dtype)]
 
 
-@pytest.mark.parametrize(("dtype", "unmet"), [("float64", ()), ("float32", (("kind", "tp"),))])
-def test_every_pair_of_values_meets(dtype: str, unmet: tuple[tuple[str, str], ...]) -> None:
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_every_pair_of_values_meets(dtype: str) -> None:
+    """In float32 every value is there, and every pair but those with tp."""
     values = [
         {"kind": p.kind, "tp": (p.tp, p.is_sequence_parallel), "cp": p.cp, "accumulate": p.accumulate}
         for p in products(dtype)
@@ -95,14 +105,14 @@ def test_every_pair_of_values_meets(dtype: str, unmet: tuple[tuple[str, str], ..
     every = {"kind": {"ddp", "fsdp", "hsdp"}, "tp": set(TP), "cp": {1, 2}, "accumulate": {1, 2}}
     assert {name: {v[name] for v in values} for name in every} == every
     for one, other in itertools.combinations(every, 2):
-        if (one, other) not in unmet:
+        if dtype == "float64" or "tp" not in (one, other):
             met = {(v[one], v[other]) for v in values}
             assert met == set(itertools.product(every[one], every[other]))
 
 
 def test_each_dtype_has_products_of_its_own() -> None:
-    assert [len(products(dtype)) for dtype in ("float64", "float32")] == [15, 10]
-    assert len({product for _, product in CASES}) == 25
+    assert [len(products(dtype)) for dtype in ("float64", "float32")] == [15, 6]
+    assert len({product for _, product in CASES}) == 21
 
 
 def trained(product: Product, dtype: str, devices: list[Any]) -> tuple[list[float], list[float], Any]:
@@ -132,8 +142,9 @@ def trained(product: Product, dtype: str, devices: list[Any]) -> tuple[list[floa
 
 
 @functools.cache
-def reference(dtype: str, accumulate: int) -> Any:
-    return trained(One("ddp", accumulate=accumulate), dtype, jax.devices()[:1])
+def reference(dtype: str) -> Any:
+    """Of any accumulation: weights and dropout are those of the rows, wherever they are."""
+    return trained(One("ddp"), dtype, jax.devices()[:1])
 
 
 class One(Product):
@@ -148,7 +159,7 @@ def test_product_equals_one_device(dtype: str, product: Product) -> None:
     num_devices = int(np.prod(list(product.sizes.values())))
     with jax.enable_x64(dtype == "float64"):
         losses, norms, state = trained(product, dtype, jax.devices()[:num_devices])
-        expected_losses, expected_norms, expected_state = reference(dtype, product.accumulate)
+        expected_losses, expected_norms, expected_state = reference(dtype)
     np.testing.assert_allclose(losses, expected_losses, rtol=tolerance)
     np.testing.assert_allclose(norms, expected_norms, rtol=tolerance)
     for ours, theirs in zip(*map(jax.tree.leaves, (state, expected_state)), strict=True):
