@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import pytest
 
 collect_ignore_glob = ["workers/*"]  # scripts that are run, not imported in search of doctests
@@ -29,10 +30,12 @@ Start = Callable[..., list[Ended]]
 
 @pytest.fixture(autouse=True, scope="module")
 def compile_quickly() -> Iterator[None]:
-    """As in the tests' own process, for processes that inherit the environment: each compiles every program."""
+    """As in all tests, and for processes that inherit the environment too: each compiles every program."""
+    jax.config.update("jax_disable_most_optimizations", True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
         yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

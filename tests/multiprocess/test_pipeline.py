@@ -1,11 +1,13 @@
-"""A pipeline over 2 and 4 processes equals one device in float64, whichever way activations travel.
+"""A pipeline over 2 processes equals one device in float64, whichever way activations travel: steps of AdamW, dropout, clipping.
 
-PP6, W8: loss and metrics are on every process, not only on the last stage's.
+PP6, W8: loss and metrics are on every process, not only on the last stage's. 4 processes, whose inner ranks hear from both sides,
+walk every named schedule in test_pipeline_schedules.py; collectives inside a stage are the same program wherever its devices are.
 """
 
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -34,15 +36,18 @@ def train(folder: Path, *, nproc: int, devices: int) -> Found:
 
 
 @pytest.fixture(scope="module")
-def on_one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
-    return train(tmp_path_factory.mktemp("one"), nproc=1, devices=1)[models.ONE_DEVICE.name]
+def on_one_device() -> dict[str, np.ndarray]:
+    with jax.enable_x64(True):
+        metrics, params = models.train(models.ONE_DEVICE)
+    arrays = {f"arr_{i}": x for i, x in enumerate(params)}
+    return arrays | {name: np.array(values) for name, values in metrics.items()}
 
 
-@pytest.mark.parametrize(("nproc", "devices"), [(2, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize("devices", [1, 2])
 def test_a_pipeline_over_processes_equals_one_device(
-    nproc: int, devices: int, tmp_path: Path, on_one_device: dict[str, np.ndarray]
+    devices: int, tmp_path: Path, on_one_device: dict[str, np.ndarray]
 ) -> None:
-    for case, found in train(tmp_path, nproc=nproc, devices=devices).items():
+    for case, found in train(tmp_path, nproc=2, devices=devices).items():
         assert found.keys() == on_one_device.keys() >= {"loss", "grad_norm", "size", "arr_0"}
         for name, expected in on_one_device.items():
             np.testing.assert_allclose(found[name], expected, rtol=RTOL, atol=RTOL, err_msg=f"{case} {name}")

@@ -1,4 +1,4 @@
-"""Every named schedule, walked by two and by four processes, equals one device: loss and parameters after a step, 1e-12.
+"""Every named schedule, walked by two and by four processes, equals one device: metrics and parameters after a step, 1e-12.
 
 The stages of one placement are compiled once, and each schedule walked over them; fewer microbatches than ranks, and more.
 """

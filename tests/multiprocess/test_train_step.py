@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -32,8 +33,15 @@ def train(folder: Path, *, nproc: int, devices: int) -> Found:
 
 
 @pytest.fixture(scope="module")
-def on_one_device(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return train(tmp_path_factory.mktemp("one"), nproc=1, devices=1)
+def on_one_device() -> Found:
+    found = {}
+    for case in models.CASES:
+        name, accumulate, strategy = case
+        losses, params = models.train(
+            name, models.make_batch(), accumulate=accumulate, strategy=strategy, devices=jax.devices()[:1]
+        )
+        found[case] = {f"arr_{i}": x for i, x in enumerate(params)} | {"losses": np.array(losses)}
+    return found
 
 
 @pytest.mark.parametrize(("nproc", "devices"), [(2, 2), (4, 1)])

@@ -11,7 +11,6 @@ import optax
 from flax import nnx
 
 import jaxpar
-from jaxpar._errors import ParallelizeError
 from jaxpar.fsdp import full_state, fully_shard
 from jaxpar.pp import gathered, get_schedule, pipeline
 
@@ -51,18 +50,13 @@ ONE_DEVICE = Case((("dp", 1),))
 def cases(world_size: int, num_devices: int) -> list[Case]:
     """What so many processes train."""
     return {
-        (1, 1): [ONE_DEVICE],
         # one process for each rank, two stages each
         (2, 2): [Case((("pp", 2),), "ZBVZeroBubble", "permute", 2)],
-        # two devices each; a stage in one process, and one that spans both
+        # two devices each; a stage in one process, by either executor, and one that spans both
         (2, 4): [
             Case((("pp", 2), ("dp", 2)), "1F1B", "pull"),
-            Case((("dp", 2), ("pp", 2)), "1F1B"),
-        ],
-        # every hop goes to another process, from one or from two
-        (4, 4): [
-            Case((("pp", 4),), "1F1B", "pull"),
             Case((("pp", 2), ("dp", 2)), "1F1B", executor="spmd"),
+            Case((("dp", 2), ("pp", 2)), "1F1B"),
         ],
     }[world_size, num_devices]
 
@@ -70,7 +64,8 @@ def cases(world_size: int, num_devices: int) -> list[Case]:
 def train(case: Case) -> tuple[dict[str, list[float]], list[np.ndarray]]:
     """Metrics by name, and all parameters, whole, after the steps."""
     names, shape = zip(*case.axes, strict=True)
-    mesh = jaxpar.init_device_mesh(shape, names)
+    devices = jax.devices()[:1] if case.schedule is None else None
+    mesh = jaxpar.init_device_mesh(shape, names, devices=devices)
     model = Model(3)
     model.train()
     sizes = dict(case.axes)
@@ -100,13 +95,6 @@ def train(case: Case) -> tuple[dict[str, list[float]], list[np.ndarray]]:
         clip_norm=0.1,
     )
     metrics = [step(own_rows(mesh)) for _ in range(NUM_STEPS)]
-    if case.axes == (("pp", 4),):
-        try:
-            full_state(model)
-        except ParallelizeError as error:
-            assert "with jaxpar.pp.gathered(model, mesh): state = full_state(model)" in str(error)
-        else:
-            raise AssertionError("parameters of other stages were read")
     with gathered(model, mesh):
         params = list(full_state(model).values())
     return {name: [float(m[name]) for m in metrics] for name in metrics[0]}, params

@@ -1,9 +1,10 @@
-"""Every named schedule on the same stages over processes: one step of SGD each, against one device; prints what was run.
+"""Every named schedule on the same stages over processes: one clipped step of SGD each, against one device; prints what was run.
 
 argv: how many microbatches, then how many stages a rank has (one number or more).
 """
 
 import dataclasses
+import functools
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -18,12 +19,12 @@ from flax import nnx
 from pipeline_rig import Model, all_forwards_first, batch_of, loss_fn
 
 import jaxpar
-from jaxpar._errors import ScheduleError
+from jaxpar._errors import ParallelizeError, ScheduleError
 from jaxpar.fsdp import full_state
 from jaxpar.mesh import get_world_size
 from jaxpar.pp import Schedule, gathered, get_schedule, pipeline, schedule_names
 
-ROWS, RATE, RTOL = 8, 0.5, 1e-12
+ROWS, RATE, CLIP, RTOL = 8, 0.5, 0.1, 1e-12
 
 
 def named(n_ranks: int, n_microbatches: int) -> dict[tuple[int, ...], dict[str, Schedule]]:
@@ -40,19 +41,33 @@ def named(n_ranks: int, n_microbatches: int) -> dict[tuple[int, ...], dict[str, 
     return found
 
 
-def expected(model: Any, batch: Any) -> tuple[float, dict[str, np.ndarray]]:
-    """The loss, and the parameters after a step by name, without stages."""
+def expected(model: Any, batch: Any) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """The metrics, and the parameters after a step by name, without stages."""
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
     @jax.jit
-    @jax.value_and_grad
-    def loss(params: Any) -> jax.Array:
-        mean, _ = loss_fn(nnx.merge(graphdef, params, rest), batch)
-        return mean.total / mean.count
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def loss(params: Any) -> tuple[jax.Array, dict[str, Any]]:
+        mean, metrics = loss_fn(nnx.merge(graphdef, params, rest), batch)
+        return mean.total / mean.count, metrics
 
-    value, grads = loss(params)
-    after = jax.tree.map(lambda p, g: np.asarray(p - RATE * g), params, grads)
-    return float(value), {".".join(map(str, path)): x.get_value() for path, x in nnx.to_flat_state(after)}
+    (value, metrics), grads = loss(params)
+    norm = float(optax.global_norm(grads))
+    assert norm > CLIP
+    rate = RATE * CLIP / (norm + 1e-6)  # as in `clip_norm`
+    after = jax.tree.map(lambda p, g: np.asarray(p - rate * g), params, grads)
+    metrics = {"loss": value, "grad_norm": norm, **metrics}
+    named = {".".join(map(str, path)): x.get_value() for path, x in nnx.to_flat_state(after)}
+    return {name: float(x) for name, x in metrics.items()}, named
+
+
+def assert_other_stages_are_not_read(model: Any) -> None:
+    try:
+        full_state(model)
+    except ParallelizeError as error:
+        assert "with jaxpar.pp.gathered(model, mesh): state = full_state(model)" in str(error)
+    else:
+        raise AssertionError("parameters of other stages were read")
 
 
 def main() -> None:
@@ -62,13 +77,13 @@ def main() -> None:
     for rank_of_stage, schedules in named(n_ranks, n_microbatches).items():
         model = Model(len(rank_of_stage), dropout=0.0)
         start = [np.asarray(x) for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
-        loss, params = expected(model, batch)
+        of_step, params = expected(model, batch)
         splits: Any = {f"blocks.{i}": "beginning" for i in range(1, len(rank_of_stage))}
         pipeline(
             model, mesh["pp"], split_spec=splits, schedule=all_forwards_first(rank_of_stage, n_microbatches)
         )
         optimizer = nnx.Optimizer(model, optax.sgd(RATE), wrt=nnx.Param)
-        step = jaxpar.TrainStep(loss_fn, model, optimizer, mesh=mesh, batch_axes=())
+        step = jaxpar.TrainStep(loss_fn, model, optimizer, mesh=mesh, batch_axes=(), clip_norm=CLIP)
         engine: Any = step._engine
         for name, schedule in schedules.items():
             engine._plan = dataclasses.replace(engine._plan, schedule=schedule)
@@ -79,7 +94,12 @@ def main() -> None:
                 ),
             )
             metrics = step(batch)
-            np.testing.assert_allclose(float(metrics["loss"]), loss, rtol=RTOL, err_msg=name)
+            assert metrics.keys() == of_step.keys()
+            for metric, value in of_step.items():
+                np.testing.assert_allclose(
+                    float(metrics[metric]), value, rtol=RTOL, err_msg=f"{name} {metric}"
+                )
+            assert_other_stages_are_not_read(model)
             with gathered(model, mesh):
                 found = full_state(model)
             for path, theirs in params.items():

@@ -1,5 +1,6 @@
 """The models that test_train_step.py trains in one process and in several, replicated and sharded."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -104,18 +105,19 @@ def sequence_loss_fn(model: Any, batch: Any) -> jaxpar.Mean:
     return jaxpar.Mean((losses * batch["w"]).sum(), batch["w"].sum() * x.shape[1])
 
 
-def mesh_of(strategy: str) -> DeviceMesh:
+def mesh_of(strategy: str, devices: Sequence[jax.Device] | None = None) -> DeviceMesh:
     """All devices: one axis; for hsdp two halves that replicate each other's shards; for tp pairs beside dp.
 
     For cp it is the outer axis, so that every hop of its ring goes to another process.
     """
-    if strategy == "cp":
-        return jaxpar.init_device_mesh((min(2, jax.device_count()), -1), ("cp", "dp"))
-    if strategy == "tp":
-        return jaxpar.init_device_mesh((-1, min(2, jax.device_count())), ("dp", "tp"))
-    if strategy == "hsdp":
-        return jaxpar.init_device_mesh((min(2, jax.device_count()), -1), ("replica", "dp"))
-    return jaxpar.init_device_mesh((-1,), ("dp",))
+    two = min(2, jax.device_count() if devices is None else len(devices))
+    shapes = {
+        "cp": ((two, -1), ("cp", "dp")),
+        "tp": ((-1, two), ("dp", "tp")),
+        "hsdp": ((two, -1), ("replica", "dp")),
+        "ddp": ((-1,), ("dp",)),
+    }
+    return jaxpar.init_device_mesh(*shapes[strategy], devices=devices)
 
 
 def own_rows(whole: dict[str, np.ndarray], strategy: str) -> dict[str, np.ndarray]:
@@ -130,9 +132,11 @@ def own_rows(whole: dict[str, np.ndarray], strategy: str) -> dict[str, np.ndarra
     return {name: np.split(x, num_positions)[position] for name, x in whole.items()}
 
 
-def train(name: str, batch: Any, *, accumulate: int, strategy: str) -> tuple[list[float], list[np.ndarray]]:
+def train(
+    name: str, batch: Any, *, accumulate: int, strategy: str, devices: Sequence[jax.Device] | None = None
+) -> tuple[list[float], list[np.ndarray]]:
     """Returns the losses of the steps, and all floating variables after them, batch statistics included."""
-    mesh = mesh_of(strategy)
+    mesh = mesh_of(strategy, devices)
     batch_axes = tuple(axis for axis in mesh.axis_names if axis not in ("tp", "cp"))
 
     def parallelize(model: nnx.Module) -> None:
