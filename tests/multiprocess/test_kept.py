@@ -42,19 +42,15 @@ def test_a_restart_compiles_nothing_and_changes_no_bit(kept) -> None:
         assert again["losses"] == first["losses"]
 
 
-def test_a_damaged_file_is_named_and_its_program_compiled(kept) -> None:
+def test_what_is_damaged_or_of_another_shape_is_compiled(kept) -> None:
     folder, reports = kept
     (damaged,) = (folder / "rank-1").glob("jit_train_step-*")
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    ([other], [hurt]), said = run(folder, 8, "fsdp")
+    ([other, other_longer], [hurt, hurt_longer]), said = run(folder, "8,12", "fsdp")
     assert (other["compiled"], hurt["compiled"]) == ([], ["jit(train_step)"])
     assert other["losses"]["fsdp"] == hurt["losses"]["fsdp"] == reports[1][0]["losses"]["fsdp"]
     assert said.count(f"{damaged} is damaged, and was removed; the program is compiled") == 1
-
-
-def test_another_shape_is_another_program(kept) -> None:
-    folder, reports = kept
-    for [longer], [first, _] in zip(run(folder, 12, "fsdp")[0], reports, strict=True):
+    for longer, [first, _] in zip((other_longer, hurt_longer), reports, strict=True):
         assert "jit(train_step)" in longer["compiled"]
         assert set(longer["loaded"]) < set(first["compiled"])
 
