@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from pipeline_models import times_loss
 from pipeline_rig import Model, all_forwards_first, batch_of, loss_fn
 
 import jaxpar
@@ -54,7 +55,7 @@ def expected(model: Any, batch: Any) -> tuple[dict[str, float], dict[str, np.nda
     (value, metrics), grads = loss(params)
     norm = float(optax.global_norm(grads))
     assert norm > CLIP
-    rate = RATE * CLIP / (norm + 1e-6)  # as in `clip_norm`
+    rate = RATE * CLIP / (norm + 1e-6) * float(value)  # as in `clip_norm`; and `times_loss`
     after = jax.tree.map(lambda p, g: np.asarray(p - rate * g), params, grads)
     metrics = {"loss": value, "grad_norm": norm, **metrics}
     named = {".".join(map(str, path)): x.get_value() for path, x in nnx.to_flat_state(after)}
@@ -82,7 +83,7 @@ def main() -> None:
         pipeline(
             model, mesh["pp"], split_spec=splits, schedule=all_forwards_first(rank_of_stage, n_microbatches)
         )
-        optimizer = nnx.Optimizer(model, optax.sgd(RATE), wrt=nnx.Param)
+        optimizer = nnx.Optimizer(model, optax.chain(optax.sgd(RATE), times_loss()), wrt=nnx.Param)
         step = jaxpar.TrainStep(loss_fn, model, optimizer, mesh=mesh, batch_axes=(), clip_norm=CLIP)
         engine: Any = step._engine
         for name, schedule in schedules.items():
