@@ -15,7 +15,7 @@ import jaxpar
 from jaxpar.mesh import get_rank
 
 how, transport = sys.argv[1:]
-jaxpar.init_process_group(timeout_s=4)
+jaxpar.init_process_group(timeout_s=8)
 mesh = jaxpar.init_device_mesh((2,), ("pp",))
 model = nnx.Sequential(*[nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(2)])
 jaxpar.pp.pipeline(model, mesh["pp"], n_stages=2, n_microbatches=2, transport=transport)
