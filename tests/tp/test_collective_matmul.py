@@ -84,11 +84,12 @@ def test_ring_equals_one_device(tp: int, dim: int, axis: str | tuple[str, ...]) 
 
 
 def test_float32_equals_one_device() -> None:
+    """To a millionth of the largest element: sums that cancel are as wrong on one device (4e-7 of it), and differ with the CPU."""
     y, gradients = value_and_gradients(of_blocks(ring, 4, 1), arrays())
     want_y, want = expected()
-    np.testing.assert_allclose(y, want_y, rtol=1e-5, atol=1e-5)
-    for name, gradient in gradients.items():
-        np.testing.assert_allclose(gradient, want[name], rtol=1e-5, atol=1e-5, err_msg=name)
+    for name, found, right in [("y", y, want_y), *((name, gradients[name], want[name]) for name in want)]:
+        largest = np.abs(np.asarray(right)).max()
+        np.testing.assert_allclose(found, right, rtol=1e-6, atol=1e-6 * largest, err_msg=name)
 
 
 def test_bytes_are_those_of_the_collectives() -> None:
