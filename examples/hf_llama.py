@@ -7,6 +7,7 @@
 Both turn the halves of a head by RoPE, so no column changes its place inside a head.
 """
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -19,10 +20,16 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxpar.checkpoint import Tensors, load_safetensors, save_safetensors
-from transformer import Transformer, TransformerConfig
+from transformer import RopeScaling, Transformer, TransformerConfig
 
 # What a Llama may say, and the only thing that this transformer computes.
 ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+SCALING = {
+    "factor": "factor",
+    "low": "low_freq_factor",
+    "high": "high_freq_factor",
+    "length": "original_max_position_embeddings",
+}
 PLAIN = {
     "embed.embedding": "model.embed_tokens.weight",
     "norm.scale": "model.norm.weight",
@@ -87,13 +94,17 @@ def config_from_hf(found: Mapping[str, Any], *, dtype: DTypeLike = jnp.float32) 
     heads, width = found["num_attention_heads"], found["hidden_size"]
     rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
     said = {name: found.get(name, value) for name, value in ONLY.items()}
-    said |= {"model_type": found.get("model_type"), "rope_type": rope.get("rope_type", "default")}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    said |= {"model_type": found.get("model_type"), "rope_type": kind}
     said |= {"head_dim": found.get("head_dim") or width // heads}
-    computed = ONLY | {"model_type": "llama", "rope_type": "default", "head_dim": width // heads}
-    if said != computed:
-        wrong = [
-            f"{name}={said[name]!r}, not {value!r}" for name, value in computed.items() if said[name] != value
-        ]
+    computed = {name: (value,) for name, value in ONLY.items()}
+    computed |= {"model_type": ("llama",), "rope_type": ("default", "llama3"), "head_dim": (width // heads,)}
+    wrong = [
+        f"{name}={said[name]!r}, not {' or '.join(map(repr, values))}"
+        for name, values in computed.items()
+        if said[name] not in values
+    ]
+    if wrong:
         raise ValueError(f"examples/transformer.py does not compute this model: {'; '.join(wrong)}.")
     return TransformerConfig(
         vocab=found["vocab_size"],
@@ -103,6 +114,9 @@ def config_from_hf(found: Mapping[str, Any], *, dtype: DTypeLike = jnp.float32) 
         kv_heads=found.get("num_key_value_heads") or heads,
         hidden=found["intermediate_size"],
         rope_base=rope.get("rope_theta", found.get("rope_theta", 10_000.0)),
+        rope_scaling=RopeScaling(**{ours: rope[theirs] for ours, theirs in SCALING.items()})
+        if kind == "llama3"
+        else None,
         norm_eps=found.get("rms_norm_eps", 1e-6),
         tied=found.get("tie_word_embeddings", False),
         dtype=dtype,
@@ -111,24 +125,32 @@ def config_from_hf(found: Mapping[str, Any], *, dtype: DTypeLike = jnp.float32) 
 
 def config_to_hf(config: TransformerConfig, *, dtype: DTypeLike, max_length: int) -> dict[str, Any]:
     """The inverse: a config.json for transformers 4 and 5."""
-    return ONLY | {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": config.vocab,
-        "hidden_size": config.width,
-        "num_hidden_layers": config.depth,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_width,
-        "intermediate_size": config.hidden,
-        "max_position_embeddings": max_length,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_base,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
-        "tie_word_embeddings": config.tied,
-        "dtype": str(jnp.dtype(dtype)),
-        "torch_dtype": str(jnp.dtype(dtype)),
-    }
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if config.rope_scaling is not None:
+        scaling = dataclasses.asdict(config.rope_scaling)
+        rope = {"rope_type": "llama3"} | {theirs: scaling[ours] for ours, theirs in SCALING.items()}
+    return (
+        ONLY
+        | {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": config.vocab,
+            "hidden_size": config.width,
+            "num_hidden_layers": config.depth,
+            "num_attention_heads": config.heads,
+            "num_key_value_heads": config.kv_heads,
+            "head_dim": config.head_width,
+            "intermediate_size": config.hidden,
+            "max_position_embeddings": max_length,
+            "rms_norm_eps": config.norm_eps,
+            "rope_theta": config.rope_base,
+            "rope_parameters": rope | {"rope_theta": config.rope_base},
+            "tie_word_embeddings": config.tied,
+            "dtype": str(jnp.dtype(dtype)),
+            "torch_dtype": str(jnp.dtype(dtype)),
+        }
+        | ({} if config.rope_scaling is None else {"rope_scaling": rope})
+    )  # transformers 4 knows no rope_parameters
 
 
 def llama_names(config: TransformerConfig) -> Callable[[str], str | Tensors]:

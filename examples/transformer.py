@@ -21,6 +21,25 @@ from jax.typing import ArrayLike, DTypeLike
 
 
 @dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How Llama 3 stretches rotary positions to texts longer than those it began with.
+
+    A pair that turns more than `high` times in `length` tokens stays, one that turns less than `low` times turns `factor` times
+    slower, and those between lie between.
+    """
+
+    factor: float = 8.0
+    low: float = 1.0
+    high: float = 4.0
+    length: int = 8192
+
+    def __call__(self, frequency: jax.Array) -> jax.Array:
+        turns = frequency * self.length / (2 * math.pi)
+        kept = jnp.clip((turns - self.low) / (self.high - self.low), 0, 1)
+        return frequency * (kept + (1 - kept) / self.factor)
+
+
+@dataclasses.dataclass(frozen=True)
 class TransformerConfig:
     """Sizes of a transformer; `preset(name)` gives the ready ones.
 
@@ -34,6 +53,7 @@ class TransformerConfig:
     kv_heads: int = 2
     hidden: int = 384
     rope_base: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-6
     tied: bool = False
     dtype: DTypeLike = jnp.float32
@@ -79,7 +99,7 @@ class Attention(nnx.Module):
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         self.groups = config.heads // config.kv_heads
         self.head_width = config.head_width
-        self.rope_base = config.rope_base
+        self.rope_base, self.rope_scaling = config.rope_base, config.rope_scaling
         self.core = CausalCore()
         qkv_width = config.kv_heads * (self.groups + 2) * config.head_width
         self.qkv = _linear(config.width, qkv_width, config, rngs=rngs)
@@ -92,8 +112,8 @@ class Attention(nnx.Module):
         G, E = self.groups, self.head_width
         qkv = self.qkv(x_BTD.reshape(B * T, D)).reshape(B, T, -1, G + 2, E).transpose(0, 2, 3, 1, 4)
         position_T = self.core.positions(T)
-        q_BKGTE = rope(qkv[:, :, :G], position_T, base=self.rope_base)
-        k_BKSE = rope(qkv[:, :, G], position_T, base=self.rope_base)
+        q_BKGTE = rope(qkv[:, :, :G], position_T, base=self.rope_base, scaling=self.rope_scaling)
+        k_BKSE = rope(qkv[:, :, G], position_T, base=self.rope_base, scaling=self.rope_scaling)
         y_BKGTE = self.core(q_BKGTE, k_BKSE, qkv[:, :, G + 1])
         y_BTH = y_BKGTE.transpose(0, 3, 1, 2, 4)
         return self.out(y_BTH.reshape(B * T, -1)).reshape(B, T, D)
@@ -236,7 +256,9 @@ def _generate(
     return tokens_nB.T
 
 
-def rope(x: jax.Array, position_T: jax.Array, *, base: float = 10_000.0) -> jax.Array:
+def rope(
+    x: jax.Array, position_T: jax.Array, *, base: float = 10_000.0, scaling: RopeScaling | None = None
+) -> jax.Array:
     """Rotary positions: turn pair i of the vector at time t by the angle t * base ** (-2 i / E).
 
     The product of a turned query and a turned key then depends on their distance in time only.
@@ -245,12 +267,14 @@ def rope(x: jax.Array, position_T: jax.Array, *, base: float = 10_000.0) -> jax.
         x: [..., T, E] with E even; pair i is (x[i], x[i + E / 2]).
         position_T: the times.
         base: sets the slowest rotation.
+        scaling: slows them down.
 
     Returns:
         An array like x.
     """
     E = x.shape[-1]
     frequency = base ** (-jnp.arange(0, E, 2, dtype=jnp.float32) / E)
+    frequency = frequency if scaling is None else scaling(frequency)
     angle = position_T.astype(jnp.float32)[:, None] * frequency
     cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
     a, b = jnp.split(x, 2, axis=-1)
