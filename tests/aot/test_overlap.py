@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
     not has_gpu_compiler(), reason="needs XLA's GPU compiler, which needs no GPU: pip install 'jaxpar[aot]'"
 )
 
-LAYERS, WIDTH, LOCAL_BATCH = 6, 1024, 256
+LAYERS, WIDTH, LOCAL_BATCH = 12, 1024, 256
 GRADIENT_BYTES = LAYERS * WIDTH * WIDTH * 2  # bfloat16
 Step = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -39,8 +39,10 @@ def _sum_gradient_bwd(_: None, g: jax.Array) -> tuple[jax.Array]:
 _sum_gradient.defvjp(lambda w: (w, None), _sum_gradient_bwd)
 
 
-def _loss(ws: jax.Array, x: jax.Array, prepare: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    y, _ = lax.scan(lambda x, w: (jnp.tanh(x @ prepare(w)), None), x, ws)
+def _loss(
+    ws: jax.Array, x: jax.Array, prepare: Callable[[jax.Array], jax.Array], *, unroll: bool = False
+) -> jax.Array:
+    y, _ = lax.scan(lambda x, w: (jnp.tanh(x @ prepare(w)), None), x, ws, unroll=unroll)
     return (y * y).sum()
 
 
@@ -49,19 +51,20 @@ def _summed_at_the_end(ws: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _summed_layer_by_layer(ws: jax.Array, x: jax.Array) -> jax.Array:
-    return jax.grad(_loss)(lax.pcast(ws, "dp", to="varying"), x, _sum_gradient)
+    # Unrolled: in a loop, jax 0.12 waits for each sum where it began.
+    return jax.grad(_loss)(lax.pcast(ws, "dp", to="varying"), x, _sum_gradient, unroll=True)
 
 
 def _gathered_layer_by_layer(ws: jax.Array, x: jax.Array) -> jax.Array:
     return jax.grad(_loss)(ws, x, lambda w: lax.all_gather(w, "dp", tiled=True))
 
 
-def _compiled(step: Step, mesh: Mesh, weights: P, out: P) -> jax.stages.Compiled:
+def _compiled(step: Step, mesh: Mesh, weights: P, out: P, **options: int) -> jax.stages.Compiled:
     f = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(weights, P("dp")), out_specs=out))
     ws = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh, weights))
     rows = mesh.size * LOCAL_BATCH
     x = jax.ShapeDtypeStruct((rows, WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh, P("dp")))
-    return f.lower(ws, x).compile()
+    return f.lower(ws, x).compile(options)
 
 
 def test_one_sum_at_the_end_has_nothing_to_hide_behind() -> None:
@@ -73,12 +76,15 @@ def test_one_sum_at_the_end_has_nothing_to_hide_behind() -> None:
 @pytest.mark.parametrize("num_devices", [64, 4096])
 def test_a_sum_per_layer_hides_behind_the_backward(num_devices: int) -> None:
     # out_specs stacks the (equal) gradients of all devices: the toy's custom_vjp types them as varying
-    compiled = _compiled(_summed_layer_by_layer, _mesh(num_devices), P(), P("dp"))
+    not_joined = {"xla_gpu_all_reduce_combine_threshold_bytes": 0}
+    compiled = _compiled(_summed_layer_by_layer, _mesh(num_devices), P(), P("dp"), **not_joined)
     assert_collectives(
         compiled, expected={("all_reduce", "dp"): LAYERS}, bytes={"all_reduce": GRADIENT_BYTES}
     )
     report = overlap(compiled)
-    assert report.select("all_reduce", "dp").async_fraction == 1
+    assert (
+        report.select("all_reduce", "dp").async_fraction >= 0.8
+    )  # the last ones have nothing left to hide behind
     assert report.overlapped_fraction >= 0.8
 
 
