@@ -3,6 +3,7 @@
 argv: how it goes wrong ("sleeps", "other_shape"), and the transport.
 """
 
+import os
 import sys
 import time
 
@@ -15,7 +16,8 @@ import jaxpar
 from jaxpar.mesh import get_rank
 
 how, transport = sys.argv[1:]
-jaxpar.init_process_group(timeout_s=8)
+# The other one waits longer: it must still be there when the first gives up.
+jaxpar.init_process_group(timeout_s=8 if os.environ["RANK"] == "0" else 20)
 mesh = jaxpar.init_device_mesh((2,), ("pp",))
 model = nnx.Sequential(*[nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(2)])
 jaxpar.pp.pipeline(model, mesh["pp"], n_stages=2, n_microbatches=2, transport=transport)
