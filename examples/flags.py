@@ -97,6 +97,10 @@ def parse_args(
         parser.error(
             f"argument --resume: step {args.resume} of which run? Name its folder with --checkpoint-dir"
         )
+    if args.export and (":/" in str(args.export) or (args.export.exists() and not args.export.is_dir())):
+        parser.error(
+            f"argument --export: {args.export} is no folder of this disk, and would be found out after the training"
+        )
     if args.microbatches is None:
         args.microbatches = 4 * args.mesh["pp"] if args.mesh["pp"] > 1 else 1
     if args.mesh["pp"] > 1 and args.accumulate > 1:

@@ -129,15 +129,7 @@ def safetensors_to_checkpoint(path: str | Path, checkpoints: str | Path, *, step
     }
     groups = dict.fromkeys(GROUPS, {}) | {"model": described}
     about = contents(step, groups, data_state=None, extra={}, metrics={}, num_processes=1, num_devices=0)
-    store = Store(
-        local(checkpoints),
-        keep=None,
-        keep_every=None,
-        best=None,
-        is_async=False,
-        with_checksums=True,
-        timeout_s=600.0,
-    )
+    store = Store(local(checkpoints))
     try:
         if step in store.steps():
             raise CheckpointError(

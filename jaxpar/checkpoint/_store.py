@@ -42,12 +42,12 @@ class Store:
         self,
         folder: Path,
         *,
-        keep: int | None,
-        keep_every: int | None,
-        best: tuple[str, str] | None,
-        is_async: bool,
-        with_checksums: bool,
-        timeout_s: float,
+        keep: int | None = None,
+        keep_every: int | None = None,
+        best: tuple[str, str] | None = None,
+        is_async: bool = False,
+        with_checksums: bool = True,
+        timeout_s: float = 600.0,
     ) -> None:
         self.folder, self._with_checksums, self._is_async = folder, with_checksums, is_async
         registry = stage_registry()

@@ -158,6 +158,8 @@ def test_wrong_data_is_one_line_that_says_what_to_write(tmp_path: Path) -> None:
         ("--steps 0", "'0' is not a whole number above 0"),
         ("--batch many", "'many' is not a whole number above 0"),
         ("--strategy deepspeed", "invalid choice: 'deepspeed'"),
+        ("--export gs://bucket/llama", "gs:/bucket/llama is no folder of this disk"),
+        (f"--export {__file__}", "is no folder of this disk"),
         ("--resume last", "'last' is not auto, never, or the number of a step"),
         ("--resume 400", "step 400 of which run? Name its folder with --checkpoint-dir"),
     ],

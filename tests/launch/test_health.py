@@ -141,7 +141,10 @@ def test_a_launcher_whose_loop_stands_still_is_stuck(unused_port: int, wait_unti
             wait_until(lambda: ask(unused_port)[1]["status"] == "stuck", what="stuck")
             assert ask(unused_port)[0] == 503
             inbox.take()
-            assert ask(unused_port) == (200, ask(unused_port)[1] | {"loop_s": pytest.approx(0, abs=0.3)})
+            assert ask(unused_port) == (
+                200,
+                ask(unused_port)[1] | {"loop_s": pytest.approx(0, abs=10)},
+            )  # below 15 s: not stuck
         finally:
             server.close()
     assert ask(unused_port)[0] == 0
